@@ -1,0 +1,196 @@
+"""Everything that is derived from a config: tiles, memory maps, ring, symbol names. The numbers are computed here once; templates index them.
+
+Common derivations are in this module, a target's own maps and rules in geometry_sm90.py and geometry_sm100.py.
+Source of the rules: the packed-TMEM warp-specialised attention design (see README.md for the terms).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypedDict
+
+from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, require, switched_off
+
+F32_BYTES = 4
+OPERAND_BYTES = 2  # bf16 and f16: Q, K, V, P
+MBARRIER_BYTES = 8
+SMEM_LIMIT_BYTES = 232_448  # 228 KiB of an SM less the 1 KiB the system keeps for the CTA; the same on sm_90 and sm_100
+SUB_TILE_DEPTH = 64  # depth of one K sub-tile: 128 bytes, one swizzle atom
+MAX_MMA_N = 256
+OUT_STORE_BYTES = 16
+OUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+OUT_CTYPES = {"bfloat16": "fa4_bf16", "float16": "fa4_f16", "float32": "float"}
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+Function = Literal["exchange4", "level0", "combine"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named span of shared memory (offset and size in bytes) or of tensor memory (in columns of all 128 lanes)."""
+
+    name: str
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+class Common(TypedDict):
+    """The fields of `Geometry` that do not depend on the target's memory maps, ready to be passed on as keywords."""
+
+    m_pack: int
+    rows: int
+    tile_rows: int
+    depth: int
+    warpgroups: int
+    qk_stages: int
+    o_phys_cols: int
+    pv_mma_n: int
+    band_cols: int
+    o_tiles: int
+    combine_stage_bytes: int
+    combine_ml_bytes: int
+    exchange_bytes: int
+    out_bytes: int
+    out_k: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """What every target derives. A part is one of the m_pack row copies of a warpgroup: thread t owns row t % rows of part t / rows.
+
+    arch: "sm_90a" | "sm_100a"
+    tile_rows: rows of a tile that carry queries; depth: head dim; warpgroups: softmax warpgroups of a CTA
+    block_keys: keys of a key tile (BN); qk_stages: K sub-tiles [block_keys, 64] of a key tile
+    ring_slots, slot_bytes: the ring K and V share, one sub-tile a slot
+    smem_bytes, mbarriers: dynamic shared memory of the full kernel and the mbarriers in it
+    o_phys_cols: columns of the 128-lane accumulator image: depth / m_pack in shared-key, depth in key-split
+    pv_mma_n, o_tiles, band_cols: N of a P.V MMA, how many of them cover O, and the columns each fills (pv_mma_n / m_pack)
+    tmem_columns, tmem_columns_allocated: used, and rounded up to what tcgen05.alloc gives (0 without tensor memory)
+    combine_stage_bytes, combine_ml_bytes: raw O_g [m_pack, depth/4, rows, 4] f32 and (m, l) [m_pack, rows, 2] f32 of one warpgroup
+    exchange_bytes: 2 warpgroups x 2 parities x 128 f32
+    out_bytes, out_k: size of an output element, and how many make a 16-byte store
+    """
+
+    arch: str
+    m_pack: int
+    rows: int
+    tile_rows: int
+    depth: int
+    warpgroups: int
+    block_keys: int
+    qk_stages: int
+    ring_slots: int
+    slot_bytes: int
+    smem_bytes: int
+    mbarriers: int
+    o_phys_cols: int
+    pv_mma_n: int
+    band_cols: int
+    o_tiles: int
+    tmem_columns: int
+    tmem_columns_allocated: int
+    combine_stage_bytes: int
+    combine_ml_bytes: int
+    exchange_bytes: int
+    out_bytes: int
+    out_k: int
+
+
+def common(config: Config) -> Common:
+    """The target-independent part of the geometry."""
+    m_pack, rows, depth = config.m_pack, config.rows, config.ov_depth
+    o_phys_cols = depth // m_pack if config.shared_key else depth
+    if config.shared_key:
+        pv_mma_n = min(depth, MAX_MMA_N)
+    else:
+        # Layout G (m_pack 4) covers O in tiles of 64 columns; layout E (m_pack 2) in one.
+        pv_mma_n = MAX_MMA_N if m_pack == 4 else m_pack * depth
+    band_cols = pv_mma_n // m_pack
+    out_bytes = OUT_BYTES[config.out_dtype]
+    return Common(
+        m_pack=m_pack,
+        rows=rows,
+        tile_rows=config.tile_rows or rows,
+        depth=depth,
+        warpgroups=config.warpgroups or 2,
+        qk_stages=(config.qk_depth or depth) // SUB_TILE_DEPTH,
+        o_phys_cols=o_phys_cols,
+        pv_mma_n=pv_mma_n,
+        band_cols=band_cols,
+        o_tiles=-(-o_phys_cols // band_cols),
+        combine_stage_bytes=m_pack * rows * depth * F32_BYTES,
+        combine_ml_bytes=m_pack * rows * 2 * F32_BYTES,
+        exchange_bytes=2 * 2 * WARPGROUP_THREADS * F32_BYTES,
+        out_bytes=out_bytes,
+        out_k=OUT_STORE_BYTES // out_bytes,
+    )
+
+
+def place(sizes: list[tuple[str, int]]) -> tuple[Region, ...]:
+    """Regions one after another from 0, in the given order; empty ones are left out."""
+    regions: list[Region] = []
+    end = 0
+    for name, size in sizes:
+        if size:
+            regions.append(Region(name, end, size))
+            end += size
+    return tuple(regions)
+
+
+@lru_cache(maxsize=None)
+def _derive(config: Config, arch: str, disabled: frozenset[str]) -> Geometry:
+    if arch == "sm_90a":
+        from .geometry_sm90 import derive_sm90
+
+        return derive_sm90(config)
+    from .geometry_sm100 import derive_sm100
+
+    return derive_sm100(config)
+
+
+def derive(config: Config, arch: str) -> Geometry:
+    """The geometry of `config` on `arch`. Raises ConfigError where a derived rule is broken or the config does not list the target."""
+    require(arch in config.arch, "arch-enabled", "arch", list(config.arch), f"add {arch} to arch, or use {' or '.join(config.arch)}")
+    return _derive(config, arch, switched_off())
+
+
+def all_rules() -> dict[str, str]:
+    """Every rule id and its sentence, those that only one target has included."""
+    from . import geometry_sm90, geometry_sm100  # noqa: F401 - importing them registers their rules
+
+    return dict(RULES)
+
+
+def functions(config: Config) -> tuple[Function, ...]:
+    """The device functions that the config uses, in the order of their files."""
+    return ("exchange4", "level0") if config.shared_key else ("combine",)
+
+
+def symbol(config: Config, arch: str, kind: str = "attention") -> str:
+    """The name of a kernel: `fa4_attention_d512_m4r32_sk_bf16_sm100a`; what differs from the defaults is spelled out before the target."""
+    parts = [
+        f"fa4_{kind}",
+        f"d{config.ov_depth}",
+        f"m{config.m_pack}r{config.rows}",
+        "sk" if config.shared_key else "ks",
+        SHORT_DTYPES[config.dtype],
+    ]
+    if config.out_dtype != "bfloat16":
+        parts.append(f"o{SHORT_DTYPES[config.out_dtype]}")
+    if config.mask != "none":
+        parts.append(config.mask)
+    if not config.use_fma:
+        parts.append("nofma")
+    for letter, value in (("b", config.block_keys), ("s", config.ring_slots), ("w", config.warpgroups), ("t", config.tile_rows), ("g", config.group)):
+        if value is not None:
+            parts.append(f"{letter}{value}")
+    parts.append(arch.replace("_", ""))
+    return "_".join(parts)
+
+
+__all__ = ["ARCHES", "Common", "Function", "Geometry", "Region", "all_rules", "common", "derive", "functions", "place", "symbol"]
