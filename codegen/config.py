@@ -77,14 +77,17 @@ class ConfigError(ValueError):
         return ConfigError(self.rule, self.sentence, key=self.key, value=self.value, remedy=self.remedy, source=source)
 
 
-class _Absent:
-    """Stands for the value of a key that is not there."""
+class _Given:
+    """Stands for a value that a message only describes."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
 
     def __repr__(self) -> str:
-        return "(not given)"
+        return f"({self.how})"
 
 
-_ABSENT = _Absent()
+_ABSENT = _Given("not given")
 
 
 def one_line(text: str) -> str:
@@ -155,6 +158,10 @@ def _plain_list(value: object) -> object:
     return tuple(value)
 
 
+def _distinct(values: tuple[str, ...]) -> bool:
+    return len(set(values)) == len(values)
+
+
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -185,52 +192,36 @@ class Config(BaseModel):
 
     def check(self) -> None:
         """Raises ConfigError for the first rule broken by the fields alone."""
-        require(
-            re.fullmatch(r"[a-z0-9_]{1,64}", self.name) is not None, "name", "name", self.name, "rename it, or give a legal `name` in the file"
-        )
-        require(
-            len(self.arch) > 0 and len(set(self.arch)) == len(self.arch), "arch-list", "arch", list(self.arch), f"use a subset of {_shown(ARCHES)}"
-        )
-        require(
-            all(re.fullmatch(r"[A-Za-z_]\w{0,127}", entry, re.ASCII) for entry in self.allow_spills)
-            and len(set(self.allow_spills)) == len(self.allow_spills),
-            "spill-names",
-            "allow_spills",
-            list(self.allow_spills),
-            "name kernel entries such as unit_combine",
-        )
-        require(
-            self.m_pack * self.rows == WARPGROUP_THREADS,
-            "pack-fills-warpgroup",
-            "rows",
-            self.rows,
-            f"with m_pack {self.m_pack}, rows is {WARPGROUP_THREADS // self.m_pack}",
-        )
-        require(
-            self.qk_depth in (None, self.ov_depth), "equal-depths", "qk_depth", self.qk_depth, f"set qk_depth to {self.ov_depth} or leave it out"
-        )
-        require(
-            self.shared_key or self.ov_depth <= KEY_SPLIT_DEPTH_LIMIT,
-            "key-split-depth",
-            "ov_depth",
-            self.ov_depth,
-            f"set shared_key: true, or ov_depth at most {KEY_SPLIT_DEPTH_LIMIT}",
-        )
-        require(
-            self.tile_rows is None or (self.tile_rows in (8, 16, 32, self.rows) and self.tile_rows <= self.rows),
-            "tile-rows",
-            "tile_rows",
-            self.tile_rows,
-            f"use one of {', '.join(str(n) for n in (8, 16, 32, 64) if n <= self.rows)}",
-        )
-        require(self.group is None or self.group >= 1, "group", "group", self.group, "give a positive group, or leave it out for a launch argument")
+        legal_name = re.fullmatch(r"[a-z0-9_]{1,64}", self.name) is not None
+        require(legal_name, "name", "name", self.name, "rename it, or give a legal `name` in the file")
+        require(_distinct(self.arch) and len(self.arch) > 0, "arch-list", "arch", self.arch, f"use a subset of {_shown(ARCHES)}")
+        entries = all(re.fullmatch(r"[A-Za-z_]\w{0,127}", entry, re.ASCII) for entry in self.allow_spills)
+        remedy = "name kernel entries such as unit_combine"
+        require(entries and _distinct(self.allow_spills), "spill-names", "allow_spills", self.allow_spills, remedy)
+        remedy = f"with m_pack {self.m_pack}, rows is {WARPGROUP_THREADS // self.m_pack}"
+        require(self.m_pack * self.rows == WARPGROUP_THREADS, "pack-fills-warpgroup", "rows", self.rows, remedy)
+        remedy = f"set qk_depth to {self.ov_depth} or leave it out"
+        require(self.qk_depth in (None, self.ov_depth), "equal-depths", "qk_depth", self.qk_depth, remedy)
+        remedy = f"set shared_key: true, or ov_depth at most {KEY_SPLIT_DEPTH_LIMIT}"
+        require(self.shared_key or self.ov_depth <= KEY_SPLIT_DEPTH_LIMIT, "key-split-depth", "ov_depth", self.ov_depth, remedy)
+        tiles = [choice for choice in (8, 16, 32, 64) if choice <= self.rows]
+        remedy = f"use one of {', '.join(map(str, tiles))}"
+        require(self.tile_rows is None or self.tile_rows in tiles, "tile-rows", "tile_rows", self.tile_rows, remedy)
+        remedy = "give a positive group, or leave it out for a launch argument"
+        require(self.group is None or self.group >= 1, "group", "group", self.group, remedy)
 
 
-_TYPE_NAMES = {"int_type": "an integer", "bool_type": "true or false", "string_type": "a string", "list_type": "a list", "tuple_type": "a list"}
+_TYPE_NAMES = {
+    "int_type": "an integer",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+}
 
 
 def _refusal(error: ValidationError, mapping: Mapping[str, Any]) -> ConfigError:
-    """The first of pydantic's findings as one of our lines; an unknown key goes first, since a misspelling also looks like a missing key."""
+    """The first of pydantic's findings as one of our lines; an unknown key first, since a misspelt one is also missing."""
     findings = error.errors(include_url=False)
     finding = next((f for f in findings if f["type"] == "extra_forbidden"), findings[0])
     key = str(finding["loc"][0])
@@ -241,7 +232,8 @@ def _refusal(error: ValidationError, mapping: Mapping[str, Any]) -> ConfigError:
         remedy = f"did you mean {close[0]}?" if close else f"fields are {', '.join(Config.model_fields)}"
         return ConfigError("unknown-key", RULES["unknown-key"], key=key[:80], value=value, remedy=remedy)
     if kind == "missing":
-        return ConfigError("missing-key", RULES["missing-key"], key=key, value=_ABSENT, remedy=f"give {key}: {Config.model_fields[key].description}")
+        remedy = f"give {key}: {Config.model_fields[key].description}"
+        return ConfigError("missing-key", RULES["missing-key"], key=key, value=_ABSENT, remedy=remedy)
     if len(finding["loc"]) > 1 and isinstance(finding["loc"][1], int):
         value = finding["input"]
     if kind in _TYPE_NAMES:
@@ -269,7 +261,9 @@ def parse_config(mapping: object, source: str = "<config>") -> Config:
     try:
         if not isinstance(mapping, Mapping):
             found = "nothing" if mapping is None else f"a {type(mapping).__name__}"
-            raise ConfigError("mapping", f"{RULES['mapping']}, not {found}", key=None, value=None, remedy="write lines such as `ov_depth: 512`")
+            raise ConfigError(
+                "mapping", f"{RULES['mapping']}, not {found}", key=None, value=None, remedy="write lines such as `ov_depth: 512`"
+            )
         fields = {(key if isinstance(key, str) else _shown(key)): value for key, value in mapping.items()}
         if "name" not in fields and source != "<config>":
             fields["name"] = Path(source).stem
@@ -300,8 +294,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[object, 
             continue
         key = loader.construct_object(key_node)
         if key in seen:
-            line = key_node.start_mark.line + 1
-            raise ConfigError("duplicate-key", RULES["duplicate-key"], key=_shown(key), value=_ABSENT, remedy=f"remove the second one, on line {line}")
+            remedy = f"remove the one on line {key_node.start_mark.line + 1}"
+            raise ConfigError("duplicate-key", RULES["duplicate-key"], key=_shown(key), value=_Given("given twice"), remedy=remedy)
         seen.add(key)
     loader.flatten_mapping(node)
     return dict(loader.construct_pairs(node, deep=True))
@@ -316,7 +310,7 @@ def _parse_yaml(text: str) -> object:
         return ConfigError("yaml-syntax", f"{RULES['yaml-syntax']} ({what}{at})", key=None, value=None, remedy="correct the file")
 
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:

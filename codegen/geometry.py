@@ -1,4 +1,4 @@
-"""Everything that is derived from a config: tiles, memory maps, ring, symbol names. The numbers are computed here once; templates index them.
+"""All that is derived from a config: tiles, memory maps, ring, symbol names. Each number is computed here once; templates index them.
 
 Common derivations are in this module, a target's own maps and rules in geometry_sm90.py and geometry_sm100.py.
 Source of the rules: the packed-TMEM warp-specialised attention design (see README.md for the terms).
@@ -7,7 +7,7 @@ Source of the rules: the packed-TMEM warp-specialised attention design (see READ
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal, TypedDict
 
 from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, require, switched_off
@@ -18,6 +18,8 @@ MBARRIER_BYTES = 8
 SMEM_LIMIT_BYTES = 232_448  # 228 KiB of an SM less the 1 KiB the system keeps for the CTA; the same on sm_90 and sm_100
 SUB_TILE_DEPTH = 64  # depth of one K sub-tile: 128 bytes, one swizzle atom
 MAX_MMA_N = 256
+MAX_ACCUMULATOR_READ_COLS = 64
+MIN_TMEM_ALLOCATION = 32
 OUT_STORE_BYTES = 16
 OUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OUT_CTYPES = {"bfloat16": "fa4_bf16", "float16": "fa4_f16", "float32": "float"}
@@ -57,6 +59,9 @@ class Common(TypedDict):
     exchange_bytes: int
     out_bytes: int
     out_k: int
+    accumulator_read_cols: int
+    combine_band: int
+    unit_tmem_columns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,9 @@ class Geometry:
     combine_stage_bytes, combine_ml_bytes: raw O_g [m_pack, depth/4, rows, 4] f32 and (m, l) [m_pack, rows, 2] f32 of one warpgroup
     exchange_bytes: 2 warpgroups x 2 parities x 128 f32
     out_bytes, out_k: size of an output element, and how many make a 16-byte store
+    accumulator_read_cols: accumulator columns of one read, at most 64: a .x64 load already takes 64 registers
+    combine_band: depth columns that one part of a warpgroup produces in the combine (depth / m_pack)
+    unit_tmem_columns: columns a unit kernel allocates for its accumulator image, a power of two
     """
 
     arch: str
@@ -99,17 +107,18 @@ class Geometry:
     exchange_bytes: int
     out_bytes: int
     out_k: int
+    accumulator_read_cols: int
+    combine_band: int
+    unit_tmem_columns: int
 
 
 def common(config: Config) -> Common:
     """The target-independent part of the geometry."""
     m_pack, rows, depth = config.m_pack, config.rows, config.ov_depth
     o_phys_cols = depth // m_pack if config.shared_key else depth
-    if config.shared_key:
-        pv_mma_n = min(depth, MAX_MMA_N)
-    else:
-        # Layout G (m_pack 4) covers O in tiles of 64 columns; layout E (m_pack 2) in one.
-        pv_mma_n = MAX_MMA_N if m_pack == 4 else m_pack * depth
+    # Key-split: layout G (m_pack 4) covers O in tiles of 64 columns, layout E (m_pack 2) in one.
+    key_split_n = MAX_MMA_N if m_pack == 4 else m_pack * depth
+    pv_mma_n = min(depth, MAX_MMA_N) if config.shared_key else key_split_n
     band_cols = pv_mma_n // m_pack
     out_bytes = OUT_BYTES[config.out_dtype]
     return Common(
@@ -128,6 +137,9 @@ def common(config: Config) -> Common:
         exchange_bytes=2 * 2 * WARPGROUP_THREADS * F32_BYTES,
         out_bytes=out_bytes,
         out_k=OUT_STORE_BYTES // out_bytes,
+        accumulator_read_cols=min(MAX_ACCUMULATOR_READ_COLS, band_cols),
+        combine_band=depth // m_pack,
+        unit_tmem_columns=max(MIN_TMEM_ALLOCATION, 1 << (o_phys_cols - 1).bit_length()),
     )
 
 
@@ -142,7 +154,7 @@ def place(sizes: list[tuple[str, int]]) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _derive(config: Config, arch: str, disabled: frozenset[str]) -> Geometry:
     if arch == "sm_90a":
         from .geometry_sm90 import derive_sm90
@@ -186,9 +198,8 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
         parts.append(config.mask)
     if not config.use_fma:
         parts.append("nofma")
-    for letter, value in (("b", config.block_keys), ("s", config.ring_slots), ("w", config.warpgroups), ("t", config.tile_rows), ("g", config.group)):
-        if value is not None:
-            parts.append(f"{letter}{value}")
+    given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
+    parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]
     parts.append(arch.replace("_", ""))
     return "_".join(parts)
 

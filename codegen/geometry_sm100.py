@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import WARPGROUP_THREADS, Config, require
-from .geometry import F32_BYTES, MAX_MMA_N, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, SUB_TILE_DEPTH, Geometry, Region, common, place
+from .geometry import (
+    F32_BYTES,
+    MAX_MMA_N,
+    MBARRIER_BYTES,
+    MIN_TMEM_ALLOCATION,
+    OPERAND_BYTES,
+    SMEM_LIMIT_BYTES,
+    SUB_TILE_DEPTH,
+    Geometry,
+    Region,
+    common,
+    place,
+)
 
 TMEM_COLUMNS = 512
-MIN_TMEM_ALLOCATION = 32
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
 MMA_K = 16
@@ -64,7 +75,8 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     tmem_key, tmem_value, remedy = "ov_depth", depth, "use a smaller ov_depth, a larger m_pack, or warpgroups: 1"
     if config.block_keys and legal:
         tmem_key, tmem_value, remedy = "block_keys", block_keys, f"use at most {legal[-1]}"
-    require(tmem_columns <= TMEM_COLUMNS, "tmem-columns", tmem_key, tmem_value, remedy, f"{warpgroups} x ({s_cols} + {o_phys_cols}) = {tmem_columns}")
+    detail = f"{warpgroups} x ({s_cols} + {o_phys_cols}) = {tmem_columns}"
+    require(tmem_columns <= TMEM_COLUMNS, "tmem-columns", tmem_key, tmem_value, remedy, detail)
     allocated = max(MIN_TMEM_ALLOCATION, 1 << (tmem_columns - 1).bit_length())
 
     # The keys of one P.V MMA, and the V sub-tile that holds them.
@@ -76,11 +88,11 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         pv_key_chunk = keys_per_part
     else:
         pv_key_chunk = keys_per_part // qk_stages
-    chunk_detail = f"{keys_per_part} keys in chunks of {pv_key_chunk}"
-    require(
-        pv_key_chunk > 0 and keys_per_part % pv_key_chunk == 0, "key-chunk-divides", "block_keys", block_keys, "use a larger block_keys", chunk_detail
-    )
-    require(pv_key_chunk % (MMA_K * P_STAGES) == 0, "key-chunk-steps", "block_keys", block_keys, "use a larger block_keys", chunk_detail)
+    detail = f"{keys_per_part} keys in chunks of {pv_key_chunk}"
+    remedy = "use a larger block_keys"
+    divides = pv_key_chunk > 0 and keys_per_part % pv_key_chunk == 0
+    require(divides, "key-chunk-divides", "block_keys", block_keys, remedy, detail)
+    require(pv_key_chunk % (MMA_K * P_STAGES) == 0, "key-chunk-steps", "block_keys", block_keys, remedy, detail)
     v_slots = o_tiles * (keys_per_part // pv_key_chunk)
     require(
         v_slots == qk_stages,
