@@ -1,0 +1,221 @@
+"""The GPU at hand, through the CUDA driver API of cuda-python: no runtime, no framework.
+
+Every array travels to the device between two guard bands, which are compared after the launch, and back; an overrun is an error. A launch that
+does not end within the time limit is reported instead of waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..emulator import TensorMap, Uninitialized
+from . import BackendError, BackendUnavailable, Compiled, Launch, Outcome
+
+_GUARD_BYTES = 4096
+_GUARD_BYTE = 0xA5
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise BackendUnavailable(f"cuda-python is not installed ({error})") from error
+    return driver
+
+
+def _call(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver call, or BackendError naming the call and the driver's error."""
+    status, *values = result
+    if int(status) != 0:
+        driver = _driver()
+        _, name = driver.cuGetErrorName(status)
+        raise BackendError(f"{what}: {name.decode() if name else status}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def device_arch() -> str:
+    """Architecture of device 0 as "sm_90a"-style name. Raises BackendUnavailable saying why there is none."""
+    driver = _driver()
+    try:
+        status = driver.cuInit(0)[0]
+    except RuntimeError as error:
+        raise BackendUnavailable("no CUDA driver on this machine") from error
+    if int(status) != 0:
+        name = driver.cuGetErrorName(status)[1]
+        raise BackendUnavailable(f"the CUDA driver does not start ({name.decode() if name else status})")
+    device = _call(driver.cuDeviceGet(0), "cuDeviceGet")
+    attribute = driver.CUdevice_attribute
+    major = _call(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "cuDeviceGetAttribute")
+    minor = _call(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "cuDeviceGetAttribute")
+    return f"sm_{major}{minor}a"
+
+
+class CudaBackend:
+    """Runs CUBINs on device 0.
+
+    repeats: timed launches after the one whose results come back (0: its own time is reported). Results are those of the first launch.
+    """
+
+    name = "cuda"
+
+    def __init__(self, *, repeats: int = 5, time_limit: float = 30.0) -> None:
+        self.arch = device_arch()
+        self.repeats = repeats
+        self.time_limit = time_limit
+        driver = _driver()
+        device = _call(driver.cuDeviceGet(0), "cuDeviceGet")
+        self.device_name = _call(driver.cuDeviceGetName(128, device), "cuDeviceGetName").split(b"\0")[0].decode()
+        context = _call(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _call(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        self._modules: dict[bytes, Any] = {}
+
+    def run(self, compiled: Compiled, launch: Launch, *, progress: Callable[[int], None] | None = None) -> Outcome:
+        driver = _driver()
+        if compiled.cubin is None:
+            raise BackendError(f"{launch.entry}: no CUBIN to run")
+        if compiled.arch != self.arch:
+            raise BackendError(f"{launch.entry} is compiled for {compiled.arch}, the GPU ({self.device_name}) is {self.arch}")
+        module = self._modules.get(compiled.cubin)
+        if module is None:
+            module = self._modules[compiled.cubin] = _call(driver.cuModuleLoadData(compiled.cubin), "cuModuleLoadData")
+        function = _call(driver.cuModuleGetFunction(module, launch.entry.encode()), f"cuModuleGetFunction({launch.entry})")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call(driver.cuFuncSetAttribute(function, limit, launch.smem_bytes), f"{launch.entry}: {launch.smem_bytes} bytes of shared memory")
+        buffers = _Buffers(driver)
+        try:
+            parameters = [_parameter(argument, buffers, driver) for argument in launch.args]
+            pointers = (ctypes.c_void_p * max(1, len(parameters)))(*[ctypes.addressof(p) for p in parameters])
+
+            def go() -> float:
+                return self._timed_launch(driver, function, launch, ctypes.addressof(pointers))
+
+            first = go()
+            # A second launch may overwrite what the first has written, so the results are fetched before the timed ones.
+            buffers.fetch(launch.entry)
+            times = sorted(go() for _ in range(self.repeats)) or [first]
+        finally:
+            buffers.free()
+        return Outcome(times[len(times) // 2])
+
+    def _timed_launch(self, driver: Any, function: Any, launch: Launch, pointers: int) -> float:
+        start = _call(driver.cuEventCreate(0), "cuEventCreate")
+        end = _call(driver.cuEventCreate(0), "cuEventCreate")
+        _call(driver.cuEventRecord(start, 0), "cuEventRecord")
+        _call(driver.cuLaunchKernel(function, *launch.grid, *launch.block, launch.smem_bytes, 0, pointers, 0), f"{launch.entry}: launch")
+        _call(driver.cuEventRecord(end, 0), "cuEventRecord")
+        deadline = time.monotonic() + self.time_limit
+        while (status := int(driver.cuEventQuery(end)[0])) == int(driver.CUresult.CUDA_ERROR_NOT_READY):
+            if time.monotonic() > deadline:
+                raise BackendError(f"{launch.entry} did not end within {self.time_limit:g} s on {self.device_name}")
+            time.sleep(0)
+        if status != 0:
+            name = driver.cuGetErrorName(driver.CUresult(status))[1].decode()
+            raise BackendError(f"{launch.entry} failed on {self.device_name}: {name}")
+        milliseconds = _call(driver.cuEventElapsedTime(start, end), "cuEventElapsedTime")
+        driver.cuEventDestroy(start)
+        driver.cuEventDestroy(end)
+        return float(milliseconds) * 1e-3
+
+
+class _Buffers:
+    """Device copies of the host arrays of one launch; the same memory used by several arguments is copied once."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._allocations: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+
+    def address(self, array: np.ndarray) -> int:
+        if not array.flags.c_contiguous:
+            raise BackendError("an array argument is not contiguous")
+        key = (array.__array_interface__["data"][0], array.nbytes)
+        if key not in self._allocations:
+            guard = np.full(_GUARD_BYTES, _GUARD_BYTE, np.uint8)
+            image = np.concatenate([guard, array.reshape(-1).view(np.uint8), guard])
+            base = int(_call(self._driver.cuMemAlloc(image.nbytes), f"device memory, {image.nbytes} bytes"))
+            self._allocations[key] = (base, array)
+            _call(self._driver.cuMemcpyHtoD(base, image.ctypes.data, image.nbytes), "copy to the device")
+        return self._allocations[key][0] + _GUARD_BYTES
+
+    def fetch(self, entry: str) -> None:
+        for base, array in self._allocations.values():
+            image = np.empty(array.nbytes + 2 * _GUARD_BYTES, np.uint8)
+            _call(self._driver.cuMemcpyDtoH(image.ctypes.data, base, image.nbytes), "copy from the device")
+            if (image[:_GUARD_BYTES] != _GUARD_BYTE).any() or (image[-_GUARD_BYTES:] != _GUARD_BYTE).any():
+                raise BackendError(f"{entry} wrote outside an array of shape {array.shape}")
+            if array.flags.writeable:
+                array.reshape(-1).view(np.uint8)[:] = image[_GUARD_BYTES:-_GUARD_BYTES]
+
+    def free(self) -> None:
+        for base, _ in self._allocations.values():
+            self._driver.cuMemFree(base)
+        self._allocations.clear()
+
+
+def _parameter(argument: Any, buffers: _Buffers, driver: Any) -> Any:
+    """The bytes of one kernel parameter, as a ctypes object that keeps them alive."""
+    if isinstance(argument, Uninitialized):
+        argument = argument.array
+    if isinstance(argument, TensorMap):
+        return ctypes.create_string_buffer(_encode_tensor_map(argument, buffers, driver), 128)
+    if isinstance(argument, np.ndarray):
+        return ctypes.c_uint64(buffers.address(argument))
+    if isinstance(argument, np.generic):
+        raw = argument.tobytes()
+        return ctypes.create_string_buffer(raw, len(raw))
+    if isinstance(argument, bytes):
+        return ctypes.create_string_buffer(argument, len(argument))
+    raise BackendError(f"an argument of type {type(argument).__name__} cannot be passed to a kernel")
+
+
+def _encode_tensor_map(tensor_map: TensorMap, buffers: _Buffers, driver: Any) -> bytes:
+    """The driver's opaque 128 bytes for a tensor map; the driver's order is innermost first, numpy's and TensorMap's outermost first."""
+    data_type = driver.CUtensorMapDataType
+    types = {
+        "uint8": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "uint16": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        "uint32": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+        "int32": data_type.CU_TENSOR_MAP_DATA_TYPE_INT32,
+        "uint64": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT64,
+        "int64": data_type.CU_TENSOR_MAP_DATA_TYPE_INT64,
+        "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "float32": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        "float64": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
+        "bfloat16": data_type.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }
+    swizzles = driver.CUtensorMapSwizzle
+    promotions = driver.CUtensorMapL2promotion
+    rank = len(tensor_map.shape)
+    encoded = _call(
+        driver.cuTensorMapEncodeTiled(
+            types[np.dtype(tensor_map.dtype).name],
+            rank,
+            buffers.address(tensor_map.array) + tensor_map.offset_bytes,
+            [driver.cuuint64_t(n) for n in reversed(tensor_map.shape)],
+            [driver.cuuint64_t(n) for n in reversed(tensor_map.strides)],
+            [driver.cuuint32_t(n) for n in reversed(tensor_map.box)],
+            [driver.cuuint32_t(n) for n in reversed(tensor_map.element_strides)],
+            {0: driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE}[tensor_map.interleave],
+            {
+                0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+                32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+            }[tensor_map.swizzle],
+            {
+                0: promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                64: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
+                128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            }[tensor_map.l2_promotion],
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+            if tensor_map.oob_nan
+            else driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+    return ctypes.string_at(int(encoded.getPtr()), 128)
