@@ -1,1 +1,192 @@
-"""The fa4gen command: click commands only; the work is done in codegen/."""
+"""The fa4gen command: click commands only; the work is done in codegen/, imported when a command runs so that --help stays quick.
+
+Exit codes: 0 done; 1 the command's own verdict (a difference, a result out of bounds, hazards); 2 an error, one
+line on stderr; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .codegen.config import Config
+
+ARCHES = ("sm_90a", "sm_100a")
+# Tables are this wide where output is no terminal and says no width.
+PLAIN_WIDTH = 160
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, package_name="fa4gen", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Generate, compile, run and check attention kernels specialised by a small YAML config."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _config_option(required: bool, multiple: bool = False) -> Callable[[F], F]:
+    text = "A config file, or the name of a shipped config (see `fa4gen list`)." + (
+        "  Repeatable; default: all shipped." if multiple else ""
+    )
+    return click.option("--config", "refs" if multiple else "ref", metavar="FILE|NAME", required=required, multiple=multiple, help=text)
+
+
+def _arch_option(text: str) -> Callable[[F], F]:
+    return click.option("--arch", type=click.Choice(ARCHES), help=text)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else PLAIN_WIDTH, highlight=False)
+
+
+def _archs(config: Config, arch: str | None) -> tuple[str, ...]:
+    from .codegen.geometry import derive
+
+    if arch is None:
+        return tuple(config.arch)
+    derive(config, arch)
+    return (arch,)
+
+
+@cli.command()
+@_config_option(required=True)
+@_arch_option("Only this target; default: all the config lists.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Root of the generated tree; default: generated/ of the checkout, else ./generated."
+)
+def emit(ref: str, arch: str | None, out: Path | None) -> None:
+    """Generate and compile a config into OUT/<config>/<arch>/."""
+    from .codegen import artifacts
+    from .codegen.config import load_config
+
+    config = load_config(ref)
+    for path, tree in artifacts.emit(config, _archs(config, arch), out):
+        click.echo(str(path))
+        for module in tree.modules.values():
+            for entry, kernel in sorted(module.kernels.items()):
+                spills = f"{kernel.spill_store_bytes} + {kernel.spill_load_bytes} bytes spilled"
+                click.echo(f"  {module.file_name}: {entry}: {kernel.registers} registers, {spills}")
+
+
+@cli.command()
+@_config_option(required=False, multiple=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Root of the generated tree, as for emit.")
+@click.pass_context
+def check(context: click.Context, refs: tuple[str, ...], out: Path | None) -> None:
+    """Regenerate everything and compare it with the generated tree; exit 1 with the differences."""
+    from .codegen import artifacts
+    from .codegen.config import load_config, shipped_configs
+
+    configs = [load_config(ref) for ref in refs or shipped_configs()]
+    result = artifacts.check(configs, out, whole=not refs)
+    for note in result.notes:
+        click.echo(note, err=True)
+    if result.diff:
+        click.echo(result.diff, nl=False)
+        context.exit(1)
+
+
+@cli.command("list")
+def list_configs() -> None:
+    """Show the shipped configs with the figures of their geometry."""
+    from rich.table import Table
+
+    from .codegen.config import load_config, shipped_configs
+    from .codegen.geometry import derive
+    from .codegen.render import has_attention
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("config", "mode"):
+        table.add_column(title)
+    for title in ("m_pack x rows", "depth"):
+        table.add_column(title, justify="right")
+    table.add_column("arch")
+    for title in ("key tile", "ring slots", "TMEM columns", "SMEM bytes"):
+        table.add_column(title, justify="right")
+    table.add_column("attention.cu")
+    for name in shipped_configs():
+        config = load_config(name)
+        for arch in config.arch:
+            geo = derive(config, arch)
+            table.add_row(
+                name,
+                "shared-key" if config.shared_key else "key-split",
+                f"{config.m_pack} x {config.rows}",
+                str(config.ov_depth),
+                arch,
+                str(geo.block_keys),
+                str(geo.ring_slots),
+                str(geo.tmem_columns) if geo.tmem_columns else "-",
+                f"{geo.smem_bytes:,}",
+                "yes" if has_attention(config, arch) else "not yet",
+            )
+    _console().print(table)
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON Schema of a config file."""
+    import json
+
+    from .codegen.config import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+def _fail(text: str) -> int:
+    from .codegen.text import one_line
+
+    click.echo(f"fa4gen: {one_line(text)}", err=True)
+    return 2
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        result = cli.main(args=None if arguments is None else list(arguments), prog_name="fa4gen", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "fa4gen"
+        return _fail(f"{error.format_message()} (see `{where} --help`)")
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    return result if isinstance(result, int) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line (default: the process's own) and returns its exit code. With FA4GEN_DEBUG set, errors keep their traceback."""
+    try:
+        return _run(arguments)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; keep the interpreter from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("FA4GEN_DEBUG"):
+            raise
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error) or type(error).__name__
+            return _fail(f"{error.filename}: {reason}" if error.filename else reason)
+        if type(error).__module__.startswith("fa4gen."):
+            return _fail(str(error))
+        return _fail(f"internal error: {type(error).__name__}: {error} (FA4GEN_DEBUG=1 shows where)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

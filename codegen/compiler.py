@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .config import ARCHES, one_line
+from .config import ARCHES
+from .text import one_line
 
 PINNED_NVRTC = "13.0.88"
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")

@@ -21,6 +21,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from .text import one_line
+
 Arch = Literal["sm_90a", "sm_100a"]
 ARCHES: tuple[Arch, ...] = ("sm_90a", "sm_100a")
 WARPGROUP_THREADS = 128
@@ -88,11 +90,6 @@ class _Given:
 
 
 _ABSENT = _Given("not given")
-
-
-def one_line(text: str) -> str:
-    """`text` with every control character and line separator escaped, so that it prints as one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _shown(value: object, limit: int = 60) -> str:
@@ -273,11 +270,7 @@ def parse_config(mapping: object, source: str = "<config>") -> Config:
             raise _refusal(error, fields) from None
         config.check()
         for arch in config.arch:
-            try:
-                geometry.derive(config, arch)
-            except ModuleNotFoundError:
-                if arch != "sm_90a":
-                    raise
+            geometry.derive(config, arch)
     except ConfigError as error:
         raise error.with_source(source) from None
     return config

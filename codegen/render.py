@@ -12,8 +12,9 @@ from typing import Any
 
 import jinja2
 
-from .config import Config, one_line
+from .config import Config
 from .geometry import OUT_CTYPES, derive, functions, symbol
+from .text import one_line
 
 HEADER_TEMPLATE = "functions/header.cuh.j2"
 UNIT_TEMPLATE = "unit/unit.cu.j2"
@@ -86,10 +87,10 @@ def _banner(config: Config, arch: str, template: str, title: str) -> str:
     )
 
 
-def _template_line(error: BaseException) -> str:
+def _template_line(error: BaseException, default: str) -> str:
     """`template:line` of the innermost template frame of a traceback; Jinja rewrites frames to the template's own lines."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(".j2")]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "a template"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else default
 
 
 def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None) -> Rendered:
@@ -137,10 +138,10 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
     except jinja2.TemplateSyntaxError as error:
         raise RenderError(one_line(f"templates/{error.name or template}:{error.lineno}: {error.message}")) from None
     except jinja2.TemplateNotFound as error:
-        raise RenderError(one_line(f"templates/{_template_line(error)}: there is no template {error.message}")) from None
+        raise RenderError(one_line(f"templates/{_template_line(error, template)}: there is no templates/{error.message}")) from None
     except Exception as error:
         # Whatever an expression in a template raises is that template's mistake.
-        raise RenderError(one_line(f"templates/{_template_line(error)}: {type(error).__name__}: {error}")) from error
+        raise RenderError(one_line(f"templates/{_template_line(error, template)}: {type(error).__name__}: {error}")) from error
     return Rendered(_tidy(text), template, tuple(sorted(loader.loaded)))
 
 
