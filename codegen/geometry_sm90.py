@@ -1,0 +1,199 @@
+"""sm_90a: accumulators in wgmma registers, K and V through TMA rings, one ring a consumer warpgroup.
+
+Both MMAs have their operands swapped, so that the few query rows are N: S^T[64 keys x rows] = K . Q^T and O^T[depth x rows] += V^T . P^T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import WARPGROUP_THREADS, Config, register_rules, require
+from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, Geometry, Region, common, place
+
+MMA_M = 64
+MMA_K = 16
+SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary
+SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_BYTES
+SLOT_DEPTH = 128  # depth columns of a ring slot: two swizzled sub-tiles, one copy
+WARP_THREADS = 32
+REGISTERS_PER_SM = 65_536
+MAX_REGISTERS = 255
+REGISTER_STEP = 8
+P_BUFFERS = 2
+MIN_SLOTS_PER_RING = 2
+SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
+
+register_rules(
+    {
+        "wgmma-key-tile": "on sm_90a a key tile is 64 keys, the M of wgmma",
+        "wgmma-tile-rows": "on sm_90a tile_rows is the N of wgmma in the full kernel: 8, 16 or 32",
+        "ring-per-warpgroup": "on sm_90a every warpgroup has a ring of its own: ring_slots is a multiple of warpgroups",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm90Geometry(Geometry):
+    """What sm_90a adds. A chunk is a [rows of the tile, 128 bytes] piece of a tile in shared memory, the width of the swizzle.
+
+    threads, producer_warps: of the CTA; the producer warps follow the consumer warpgroups
+    consumer_registers, producer_registers: setmaxnreg budgets, 0 where the launch's own are kept
+    slots_per_ring: ring_slots / warpgroups
+    slot_chunks: chunks of 64 depth columns in a slot; tile_slots: slots of one K tile, and of one V tile
+    k_steps: wgmma along 64 keys or 64 depth columns (64 / 16)
+    o_blocks: 64-depth blocks of O^T, one accumulator of `fragment` registers each; kept_blocks: those warpgroup 0 finishes in the level-2 merge
+    fragment: registers of a 64 x tile_rows accumulator (tile_rows / 2); lane_rows: query rows a lane sees in it (tile_rows / 4)
+    lane_rows_log2: log2(lane_rows), steps in which the row reduction halves what a lane holds
+    stmatrix_matrices, stmatrix_count: 8 x 8 matrices of one store, and stores that write a fragment
+    q_bytes, q_buffers, q_chunks, q_chunk_bytes: the Q tile, copies of it in shared memory, its 64-column chunks
+    p_tile_bytes, p_buffers: a P tile [tile_rows, 64 keys], two for each warpgroup
+    out_chunk_cols, out_chunks, out_aliases_q: columns of O in 128 bytes, chunks of the tile, and whether it is staged where Q was
+    merge_bytes: what the warpgroups hand each other in the level-2 merge, O f32; 0 for one warpgroup
+    smem_map: offsets and sizes in bytes
+    """
+
+    threads: int
+    producer_warps: int
+    consumer_registers: int
+    producer_registers: int
+    slots_per_ring: int
+    slot_chunks: int
+    tile_slots: int
+    k_steps: int
+    chunk_bytes: int
+    o_blocks: int
+    kept_blocks: int
+    fragment: int
+    lane_rows: int
+    lane_rows_log2: int
+    stmatrix_matrices: int
+    stmatrix_count: int
+    q_bytes: int
+    q_buffers: int
+    q_chunks: int
+    q_chunk_bytes: int
+    p_tile_bytes: int
+    p_buffers: int
+    out_chunk_cols: int
+    out_chunks: int
+    out_aliases_q: bool
+    merge_bytes: int
+    smem_map: tuple[Region, ...]
+
+    def offset(self, name: str) -> int:
+        """Offset in bytes of a region of `smem_map`. Raises KeyError."""
+        for region in self.smem_map:
+            if region.name == name:
+                return region.offset
+        raise KeyError(name)
+
+
+def derive_sm90(config: Config) -> Sm90Geometry:
+    """The sm_90a geometry. Raises ConfigError naming the rule that the config breaks.
+
+    Key-split and m_pack 2 configs get one too: their unit kernels use its common part, and no full kernel is made from the rest.
+    """
+    shape = common(config)
+    depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
+    has_kernel = config.shared_key and config.m_pack == 4
+    tile_rows = shape["tile_rows"]
+    require(
+        config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, f"use {MMA_M}, leave it out, or list only sm_100a"
+    )
+    require(not has_kernel or tile_rows in (8, 16, 32), "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
+
+    slot_depth = min(depth, SLOT_DEPTH)
+    slot_chunks = slot_depth * OPERAND_BYTES // SWIZZLE_BYTES
+    chunk_bytes = MMA_M * SWIZZLE_BYTES
+    slot_bytes = slot_chunks * chunk_bytes
+
+    lane_rows = tile_rows // 4
+    q_chunk_bytes = tile_rows * SWIZZLE_BYTES
+    q_bytes = tile_rows * depth * OPERAND_BYTES
+    out_aliases_q = out_bytes == OPERAND_BYTES
+    merge_bytes = tile_rows * depth * F32_BYTES if warpgroups == 2 else 0
+
+    def smem_map_for(slots: int, q_buffers: int) -> tuple[Region, ...]:
+        # Swizzled regions come first: all are multiples of the 1 KiB pattern, so each starts on it.
+        return place(
+            [
+                ("ring", slots * slot_bytes),
+                ("q", q_buffers * q_bytes),
+                ("p", warpgroups * P_BUFFERS * q_chunk_bytes),
+                ("out", 0 if out_aliases_q else tile_rows * depth * out_bytes),
+                ("merge_o", merge_bytes),
+                ("merge_ml", 2 * WARP_THREADS * 2 * F32_BYTES if warpgroups == 2 else 0),
+                ("exchange", shape["exchange_bytes"]),
+                ("mbar_full", slots * MBARRIER_BYTES),
+                ("mbar_empty", slots * MBARRIER_BYTES),
+                ("mbar_q_full", q_buffers * MBARRIER_BYTES),
+                ("mbar_q_empty", q_buffers * MBARRIER_BYTES),
+            ]
+        )
+
+    def most_slots(q_buffers: int) -> int:
+        free = SMEM_LIMIT_BYTES - smem_map_for(0, q_buffers)[-1].end
+        return max(0, free // (slot_bytes + 2 * MBARRIER_BYTES)) // warpgroups * warpgroups
+
+    q_buffers = 2 if most_slots(2) * slot_bytes >= SECOND_Q_RING_BYTES else 1
+    most = most_slots(q_buffers)
+    floor = MIN_SLOTS_PER_RING * warpgroups
+    ring_slots = config.ring_slots or most
+    given = config.ring_slots is not None
+    key, value = ("ring_slots", ring_slots) if given else ("ov_depth", depth)
+    remedy = f"use a multiple of {warpgroups} from {floor} to {most}" if most >= floor else "use a smaller tile_rows, or one warpgroup"
+    require(ring_slots % warpgroups == 0, "ring-per-warpgroup", key, value, remedy)
+    require(ring_slots >= floor, "ring-floor", key, value, remedy, f"{ring_slots} of at least {floor}")
+    smem_map = smem_map_for(ring_slots, q_buffers)
+    smem_bytes = smem_map[-1].end
+    require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", key, value, remedy, f"{ring_slots} slots need {smem_bytes:,}")
+
+    # One ring's producer warp each, and one for Q. Two consumer warpgroups leave 168 registers a thread, so the producers lend theirs,
+    # which setmaxnreg does by whole warpgroups.
+    producer_warps = warpgroups + 1
+    consumer_registers = producer_registers = 0
+    if warpgroups == 2:
+        producer_warps = 4
+        producer_registers = 24
+        left = REGISTERS_PER_SM - producer_warps * WARP_THREADS * producer_registers
+        consumer_registers = min(MAX_REGISTERS, left // (warpgroups * WARPGROUP_THREADS)) // REGISTER_STEP * REGISTER_STEP
+    stmatrix_matrices = min(4, lane_rows)
+
+    return Sm90Geometry(
+        arch="sm_90a",
+        **shape,
+        block_keys=MMA_M,
+        ring_slots=ring_slots,
+        slot_bytes=slot_bytes,
+        smem_bytes=smem_bytes,
+        mbarriers=2 * ring_slots + 2 * q_buffers,
+        tmem_columns=0,
+        tmem_columns_allocated=0,
+        threads=warpgroups * WARPGROUP_THREADS + producer_warps * WARP_THREADS,
+        producer_warps=producer_warps,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
+        slots_per_ring=ring_slots // warpgroups,
+        slot_chunks=slot_chunks,
+        tile_slots=depth // slot_depth,
+        k_steps=MMA_M // MMA_K,
+        chunk_bytes=chunk_bytes,
+        o_blocks=depth // MMA_M,
+        kept_blocks=-(-depth // MMA_M // warpgroups),
+        fragment=tile_rows // 2,
+        lane_rows=lane_rows,
+        lane_rows_log2=lane_rows.bit_length() - 1,
+        stmatrix_matrices=stmatrix_matrices,
+        stmatrix_count=lane_rows // stmatrix_matrices,
+        q_bytes=q_bytes,
+        q_buffers=q_buffers,
+        q_chunks=depth * OPERAND_BYTES // SWIZZLE_BYTES,
+        q_chunk_bytes=q_chunk_bytes,
+        p_tile_bytes=q_chunk_bytes,
+        p_buffers=P_BUFFERS,
+        out_chunk_cols=SWIZZLE_BYTES // out_bytes,
+        out_chunks=depth * out_bytes // SWIZZLE_BYTES,
+        out_aliases_q=out_aliases_q,
+        merge_bytes=merge_bytes,
+        smem_map=smem_map,
+    )
