@@ -90,9 +90,9 @@ def emit(ref: str, arch: str | None, out: Path | None) -> None:
 def check(context: click.Context, refs: tuple[str, ...], out: Path | None) -> None:
     """Regenerate everything and compare it with the generated tree; exit 1 with the differences."""
     from .codegen import artifacts
-    from .codegen.config import load_config, shipped_configs
+    from .codegen.config import load_config, load_shipped, shipped_configs
 
-    configs = [load_config(ref) for ref in refs or shipped_configs()]
+    configs = [load_config(ref) for ref in refs] or [load_shipped(name) for name in shipped_configs()]
     result = artifacts.check(configs, out, whole=not refs)
     for note in result.notes:
         click.echo(note, err=True)
@@ -101,12 +101,37 @@ def check(context: click.Context, refs: tuple[str, ...], out: Path | None) -> No
         context.exit(1)
 
 
+_COUNT = click.IntRange(min=1)
+
+
+@cli.command()
+@_config_option(required=True)
+@click.option(
+    "--backend", type=click.Choice(["auto", "cuda", "emulator"]), default="auto", help="auto: the GPU where its architecture matches."
+)
+@_arch_option("Only this target; default: all the config lists.")
+@click.option("--batch", type=_COUNT, help="Sequences.")
+@click.option("--q-len", type=_COUNT, help="Queries of a sequence.")
+@click.option("--keys", type=_COUNT, help="Keys of a sequence; default 1,024.")
+@click.option("--heads", type=_COUNT, help="Query heads.")
+@click.option("--kv-heads", type=_COUNT, help="KV heads; a divisor of the query heads.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the generated inputs.", show_default=True)
+@click.option("--input", "input_path", type=click.Path(path_type=Path), help="Arrays q, k, v in an .npz or .safetensors file.")
+@click.option("--save", "save_path", type=click.Path(path_type=Path), help="Write the outputs to this .npz file.")
+@click.option("--update-golden", is_flag=True, help="Store the outputs as the new goldens, where they are within bounds.")
+def run(ref: str, **options: Any) -> int:
+    """Run every unit kernel and the full kernel of a config against the references; exit 1 if anything is out of bounds."""
+    from .codegen import runner
+
+    return runner.run(runner.RunOptions(config=ref, **options))
+
+
 @cli.command("list")
 def list_configs() -> None:
     """Show the shipped configs with the figures of their geometry."""
     from rich.table import Table
 
-    from .codegen.config import load_config, shipped_configs
+    from .codegen.config import load_shipped, shipped_configs
     from .codegen.geometry import derive
     from .codegen.render import has_attention
 
@@ -120,7 +145,7 @@ def list_configs() -> None:
         table.add_column(title, justify="right")
     table.add_column("attention.cu")
     for name in shipped_configs():
-        config = load_config(name)
+        config = load_shipped(name)
         for arch in config.arch:
             geo = derive(config, arch)
             table.add_row(

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -113,7 +113,7 @@ def _manifest(config: Config, arch: str, sources: dict[str, Rendered], modules: 
     return json.dumps(manifest, indent=2) + "\n"
 
 
-def _trees(targets: list[tuple[Config, str]], *, compiled: bool) -> list[Tree]:
+def _trees(targets: Sequence[tuple[Config, str]], *, compiled: bool) -> list[Tree]:
     """The trees of several targets, compiled together; without `compiled` they have sources and no PTX or resource figures."""
     rendered = [render_files(config, arch) for config, arch in targets]
     jobs = [(index, name) for index, sources in enumerate(rendered) for name in sources if compiled and name.endswith(".cu")]

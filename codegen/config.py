@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from .text import one_line
+from .text import one_line as one_line
 
 Arch = Literal["sm_90a", "sm_100a"]
 ARCHES: tuple[Arch, ...] = ("sm_90a", "sm_100a")
@@ -45,7 +45,7 @@ RULES: dict[str, str] = {
     "arch-enabled": "only the targets that a config lists can be generated from it",
     "spill-names": "allow_spills lists names of kernel entries, each once",
     "pack-fills-warpgroup": "m_pack * rows = 128: a warpgroup's threads map one to one onto rows and parts",
-    "equal-depths": "qk_depth equals ov_depth",
+    "equal-depths": "qk_depth equals ov_depth: K and V sub-tiles share one ring",
     "key-split-depth": f"key-split stages m_pack * rows * ov_depth f32 per warpgroup, which fits up to depth {KEY_SPLIT_DEPTH_LIMIT}",
     "tile-rows": "tile_rows is 8, 16, 32 or rows, and at most rows",
     "group": "group is at least 1",
@@ -329,6 +329,14 @@ def shipped_configs() -> tuple[str, ...]:
     return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
 
 
+def load_shipped(name: str) -> Config:
+    """The shipped config of that name, whatever files the current folder has. Raises KeyError for an unknown name."""
+    if name not in shipped_configs():
+        raise KeyError(name)
+    source = f"{name}.yaml"
+    return _load_bytes(resources.files("fa4gen.configs").joinpath(source).read_bytes(), source)
+
+
 def load_config(ref: str | os.PathLike[str]) -> Config:
     """Loads and checks a config: a path first, then the name of a shipped config with or without `.yaml`.
 
@@ -346,8 +354,7 @@ def load_config(ref: str | os.PathLike[str]) -> Config:
             with path.open("rb") as file:
                 data = file.read(MAX_CONFIG_BYTES + 1)
         elif name in shipped_configs():
-            data = resources.files("fa4gen.configs").joinpath(f"{name}.yaml").read_bytes()
-            source = f"{name}.yaml"
+            return load_shipped(name)
         elif exists:
             raise _unreadable(source, "not a regular file")
         else:
@@ -355,6 +362,10 @@ def load_config(ref: str | os.PathLike[str]) -> Config:
             raise _unreadable(source, "no such file", remedy=f"did you mean {close[0]}?" if close else "")
     except OSError as error:
         raise _unreadable(source, error.strerror or type(error).__name__) from None
+    return _load_bytes(data, source)
+
+
+def _load_bytes(data: bytes, source: str) -> Config:
     if len(data) > MAX_CONFIG_BYTES:
         raise _unreadable(source, "this one has more", "file-size", "remove what is not a field")
     try:
