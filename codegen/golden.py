@@ -1,8 +1,8 @@
 """Golden inputs, stored outputs, and how outputs are compared with them.
 
-Inputs come from the raw words of a PCG64 bit generator, whose stream numpy guarantees; distribution methods may change between releases. Values
-lie on a dyadic grid, so that products are exact. Outputs are stored as raw bits in tests/golden/<config>/<arch>-<kernel>.npz and change only
-on purpose (`fa4gen run --update-golden`).
+Inputs come from the raw words of a PCG64 bit generator, whose stream numpy guarantees; distribution methods may change between releases.
+Values lie on a dyadic grid, so that products are exact. Outputs are stored as raw bits in tests/golden/<config>/<arch>-<kernel>.npz and
+change only on purpose (`fa4gen run --update-golden`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +30,13 @@ class Bits:
         if span & (span - 1):
             raise ValueError(f"{span} is no power of two")
         words = self._generator.random_raw(int(np.prod(shape, dtype=np.int64)))
-        return (words >> np.uint64(64 - span.bit_length() + 1)).astype(np.int64).reshape(shape) + low
+        values: np.ndarray = (words >> np.uint64(64 - span.bit_length() + 1)).astype(np.int64).reshape(shape) + low
+        return values
 
     def dyadic(self, shape: tuple[int, ...], *, low: int, high: int, step: float) -> np.ndarray:
         """float32 multiples of `step` (a power of two): step * integers in [low, high)."""
-        return (self.integers(shape, low, high) * step).astype(np.float32)
+        values: np.ndarray = (self.integers(shape, low, high) * step).astype(np.float32)
+        return values
 
 
 def exchange_input(seed: int, name: str, *, count: int, rows: int) -> np.ndarray:
@@ -79,8 +82,8 @@ class CombineInput:
 def combine_input(seed: int, *, m_pack: int, rows: int, depth: int) -> CombineInput:
     """Random partitions; the first rows are the hard ones.
 
-    Empty partitions (all but the first, all but the last, the first), equal maxima, one partition far above the others, large negative maxima,
-    differences around the flush threshold of the scale.
+    Empty partitions (all but the first, all but the last, the first), equal maxima, one partition far above the others, large negative
+    maxima, differences around the flush threshold of the scale.
     """
     bits = Bits(seed, "combine")
     image = bits.dyadic((m_pack, rows, depth), low=-128, high=128, step=2.0**-5)
@@ -125,7 +128,7 @@ def attention_input(
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
-# --- stored outputs ---------------------------------------------------------------------------------------------------------------------------
+# --- stored outputs ---------------------------------------------------------------------------------------------------
 
 
 def golden_folder() -> Path | None:
@@ -160,7 +163,8 @@ def store(config: str, arch: str, kernel: str, outputs: Mapping[str, np.ndarray]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
     with temporary.open("wb") as file:
-        np.savez_compressed(file, **{name: _bits(array) for name, array in outputs.items()})
+        arrays: dict[str, Any] = {name: _bits(array) for name, array in outputs.items()}
+        np.savez_compressed(file, **arrays)
     temporary.replace(path)
     return path
 

@@ -1,7 +1,7 @@
 """numpy references, one function per device function, and the error bound of each.
 
-The exchange and level 0 are exact: their references follow the contract's operation order in float32. The combine and attention references are
-float64; the bounds that come with them are DESIGN section 7's.
+The exchange and level 0 are exact: their references follow the contract's operation order in float32. The combine and attention
+references are float64, with the error bounds of the design.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def combine(
 
     tmem_image: [128, depth] unnormalised O, lane = partition * rows + row; row_max, row_sum: [128].
     Returns out [rows, depth], the bound of its elements for `out_dtype`, and m, l [rows].
-    Bound: sum_g (2^-20 + 2^-23 |x_g|) |scale_g O_g| / l, x_g = (m_g - m) * scale_log2e, plus what flushed scales and products lose, plus the
-    rounding to the output type.
+    Bound: sum_g (2^-20 + 2^-23 |x_g|) |scale_g O_g| / l, x_g = (m_g - m) * scale_log2e, plus what flushed scales and products lose, plus
+    the rounding to the output type.
     """
     m_g = row_max.astype(np.float64).reshape(m_pack, rows)
     l_g = row_sum.astype(np.float64).reshape(m_pack, rows)
@@ -82,17 +82,17 @@ def combine(
     m = m_g.max(axis=0)
     x = (m_g - m) * (scale_log2e if use_fma else 1.0)
     scale = np.exp2(x)
-    l = (scale * l_g).sum(axis=0)
+    merged_l = (scale * l_g).sum(axis=0)
     weighted = np.abs(scale[..., None] * o_g)
-    out = (scale[..., None] * o_g).sum(axis=0) / l[:, None]
+    out = (scale[..., None] * o_g).sum(axis=0) / merged_l[:, None]
     finite_x = np.where(np.isfinite(x), np.abs(x), 0.0)
     relative = 2.0**-20 + 2.0**-23 * finite_x
-    bound = (relative[..., None] * weighted).sum(axis=0) / l[:, None]
+    bound = (relative[..., None] * weighted).sum(axis=0) / merged_l[:, None]
     # A scale under 2^-126 is flushed and all it carried is lost; a product or a sum under it loses at most 2^-126.
-    bound += (np.where(scale[..., None] < _SMALLEST_NORMAL, weighted, _SMALLEST_NORMAL * (o_g != 0))).sum(axis=0) / l[:, None]
+    bound += (np.where(scale[..., None] < _SMALLEST_NORMAL, weighted, _SMALLEST_NORMAL * (o_g != 0))).sum(axis=0) / merged_l[:, None]
     relative_rounding, absolute_rounding = _OUTPUT_ROUNDING[out_dtype]
     bound += relative_rounding * np.abs(out) + absolute_rounding
-    return out, bound, m, l
+    return out, bound, m, merged_l
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float, causal: bool) -> tuple[F64, F64]:

@@ -73,7 +73,7 @@ def exact(out: np.ndarray, expected: np.ndarray) -> Verdict:
     return Verdict(verdict.error or float("inf"), 0.0, False)
 
 
-# --- launch parameters ------------------------------------------------------------------------------------------------------------------------
+# --- launch parameters ------------------------------------------------------------------------------------------------
 
 _EXCHANGE_ARGUMENTS = [
     {"name": "partial", "type": "const float*", "meaning": "[count][256] float32, thread t = warpgroup * 128 + part * rows + row"},
@@ -104,7 +104,11 @@ def unit_entry_info(config: Config, geo: Geometry) -> dict[str, dict[str, Any]]:
         {"name": "row_max", "type": "const float*", "meaning": "[128] float32, m of each partition and row"},
         {"name": "row_sum", "type": "const float*", "meaning": "[128] float32, l of each partition and row"},
         {"name": "scale_log2e", "type": "float", "meaning": "softmax scale * log2(e)"},
-        {"name": "out", "type": f"{config.out_dtype}*", "meaning": f"[{geo.depth // geo.out_k}][{geo.rows}][{geo.out_k}] {config.out_dtype}"},
+        {
+            "name": "out",
+            "type": f"{config.out_dtype}*",
+            "meaning": f"[{geo.depth // geo.out_k}][{geo.rows}][{geo.out_k}] {config.out_dtype}",
+        },
         {"name": "ml", "type": "float*", "meaning": "[128][2] float32, m and l of the merged row as each thread got them"},
     ]
     return {
@@ -122,11 +126,17 @@ def _launch(config: Config, geo: Geometry, entry: str, args: list[Any]) -> Launc
     return Launch(entry, tuple(info["grid"]), tuple(info["block"]), info["smem_bytes"], args)
 
 
-# --- golden launches --------------------------------------------------------------------------------------------------------------------------
+# --- golden launches --------------------------------------------------------------------------------------------------
 
 
 def exchange_case(
-    config: Config, geo: Geometry, op: Literal["max", "add", "loop"], *, seed: int = 0, count: int = EXCHANGE_COUNT, first_seq: int = EXCHANGE_FIRST_SEQ
+    config: Config,
+    geo: Geometry,
+    op: Literal["max", "add", "loop"],
+    *,
+    seed: int = 0,
+    count: int = EXCHANGE_COUNT,
+    first_seq: int = EXCHANGE_FIRST_SEQ,
 ) -> Case:
     """unit_exchange4_<op> over `count` exchanges of two warpgroups."""
     entry = f"unit_exchange4_{op}"
@@ -156,7 +166,7 @@ def combine_case(config: Config, geo: Geometry, *, seed: int = 0, given: golden.
     args = [data.tmem_image, data.row_max, data.row_sum, data.scale_log2e, Uninitialized(out), Uninitialized(ml)]
 
     def judge() -> Verdict:
-        expected, bound, m, l = reference.combine(
+        expected, bound, m, merged_l = reference.combine(
             data.tmem_image,
             data.row_max,
             data.row_sum,
@@ -170,7 +180,7 @@ def combine_case(config: Config, geo: Geometry, *, seed: int = 0, given: golden.
         verdict = worst(tile, expected, bound)
         # m is one of the inputs; l carries one rounding a term and the error of its scale, far below 2^-18.
         parts = ml.astype(np.float64).reshape(geo.m_pack, geo.rows, 2)
-        ml_ok = (parts[..., 0] == m).all() and (np.abs(parts[..., 1] - l) <= 2.0**-18 * l).all()
+        ml_ok = (parts[..., 0] == m).all() and (np.abs(parts[..., 1] - merged_l) <= 2.0**-18 * merged_l).all()
         return Verdict(verdict.error, verdict.bound, verdict.ok and bool(ml_ok))
 
     shape = f"{geo.m_pack} x {geo.rows} x {geo.depth}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from ..emulator import Hazard, TensorMap, Uninitialized
 
-    Argument = np.ndarray | np.generic | bytes | TensorMap | Uninitialized
+    Argument: TypeAlias = np.ndarray | np.generic | bytes | TensorMap | Uninitialized
 
 
 class BackendError(Exception):
@@ -26,8 +26,8 @@ class BackendUnavailable(BackendError):
 class Launch:
     """One kernel launch.
 
-    args, in the order of the entry's parameters: an array is passed as a pointer (and written in place), a numpy scalar by value, bytes as a
-    by-value struct, a TensorMap as the 128-byte object that TMA reads; Uninitialized(array) is an output nobody has written yet.
+    args, in the order of the entry's parameters: an array is passed as a pointer (and written in place), a numpy scalar by value, bytes
+    as a by-value struct, a TensorMap as the 128-byte object that TMA reads; Uninitialized(array) is an output nobody has written yet.
     """
 
     entry: str
@@ -39,7 +39,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: device time of one launch (median, GPU) or wall time of the emulation. hazards: what the emulator reported; None on a GPU."""
+    """seconds: device time of one launch (median, GPU) or wall time of the emulation. hazards: the emulator's findings; None on a GPU."""
 
     seconds: float
     hazards: list[Hazard] | None = None

@@ -1,7 +1,7 @@
 """The GPU at hand, through the CUDA driver API of cuda-python: no runtime, no framework.
 
-Every array travels to the device between two guard bands, which are compared after the launch, and back; an overrun is an error. A launch that
-does not end within the time limit is reported instead of waited for.
+Every array travels to the device between two guard bands, which are compared after the launch, and back; an overrun is an error. A launch
+that does not end within the time limit is reported instead of waited for.
 """
 
 from __future__ import annotations
