@@ -13,7 +13,7 @@ from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES
 MMA_M = 64
 MMA_K = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary
-SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_BYTES
+DESCRIPTOR_UNIT_BYTES = 16
 SLOT_DEPTH = 128  # depth columns of a ring slot: two swizzled sub-tiles, one copy
 WARP_THREADS = 32
 REGISTERS_PER_SM = 65_536
@@ -41,7 +41,10 @@ class Sm90Geometry(Geometry):
     slots_per_ring: ring_slots / warpgroups
     slot_chunks: chunks of 64 depth columns in a slot; tile_slots: slots of one K tile, and of one V tile
     k_steps: wgmma along 64 keys or 64 depth columns (64 / 16)
-    o_blocks: 64-depth blocks of O^T, one accumulator of `fragment` registers each; kept_blocks: those warpgroup 0 finishes in the level-2 merge
+    k_step_units, v_step_units, chunk_units, q_chunk_units: steps of a matrix descriptor, in its units of 16 bytes: 16 elements along a
+        K-major row, 16 keys down an MN-major chunk, a chunk of a slot, a chunk of Q
+    o_blocks: 64-depth blocks of O^T, one accumulator of `fragment` registers each
+    kept_blocks: blocks that warpgroup 0 finishes in the level-2 merge; warpgroup 1 finishes the others
     fragment: registers of a 64 x tile_rows accumulator (tile_rows / 2); lane_rows: query rows a lane sees in it (tile_rows / 4)
     lane_rows_log2: log2(lane_rows), steps in which the row reduction halves what a lane holds
     stmatrix_matrices, stmatrix_count: 8 x 8 matrices of one store, and stores that write a fragment
@@ -60,7 +63,10 @@ class Sm90Geometry(Geometry):
     slot_chunks: int
     tile_slots: int
     k_steps: int
-    chunk_bytes: int
+    k_step_units: int
+    v_step_units: int
+    chunk_units: int
+    q_chunk_units: int
     o_blocks: int
     kept_blocks: int
     fragment: int
@@ -97,9 +103,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
     has_kernel = config.shared_key and config.m_pack == 4
     tile_rows = shape["tile_rows"]
-    require(
-        config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, f"use {MMA_M}, leave it out, or list only sm_100a"
-    )
+    remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
+    require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
     require(not has_kernel or tile_rows in (8, 16, 32), "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
 
     slot_depth = min(depth, SLOT_DEPTH)
@@ -177,7 +182,10 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         slot_chunks=slot_chunks,
         tile_slots=depth // slot_depth,
         k_steps=MMA_M // MMA_K,
-        chunk_bytes=chunk_bytes,
+        k_step_units=MMA_K * OPERAND_BYTES // DESCRIPTOR_UNIT_BYTES,
+        v_step_units=MMA_K * SWIZZLE_BYTES // DESCRIPTOR_UNIT_BYTES,
+        chunk_units=chunk_bytes // DESCRIPTOR_UNIT_BYTES,
+        q_chunk_units=q_chunk_bytes // DESCRIPTOR_UNIT_BYTES,
         o_blocks=depth // MMA_M,
         kept_blocks=-(-depth // MMA_M // warpgroups),
         fragment=tile_rows // 2,
