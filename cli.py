@@ -182,8 +182,13 @@ def _fail(text: str) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        result = cli.main(args=None if arguments is None else list(arguments), prog_name="fa4gen", standalone_mode=False)
+        # Not cli.main(): it has its own ideas of an interrupt and of a closed pipe.
+        with cli.make_context("fa4gen", list(sys.argv[1:] if arguments is None else arguments)) as context:
+            result = cli.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as exit_request:
+        sys.stdout.flush()
+        return exit_request.exit_code
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "fa4gen"
         return _fail(f"{error.format_message()} (see `{where} --help`)")

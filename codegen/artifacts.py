@@ -251,9 +251,11 @@ def check(configs: Iterable[Config], root: Path | None = None, *, whole: bool = 
         entries = _visible(root / where)
         parts += [f"stale: {where / entry.name} is a folder\n" for entry in entries if entry.is_dir()]
         stored_names = {entry.name for entry in entries if not entry.is_dir()}
+        if not exact:
+            expected_ptx = {Path(name).stem + ".ptx" for name in tree.files if name.endswith(".cu")}
+            parts += [f"missing: {where / name}\n" for name in sorted(expected_ptx - stored_names)]
+            stored_names -= expected_ptx
         for name in sorted(stored_names | set(tree.files)):
-            if name.endswith(".ptx") and not exact and name.removesuffix(".ptx") + ".cu" in tree.files and name in stored_names:
-                continue
             stored, fresh = _read(root / where / name), tree.files.get(name)
             if name == MANIFEST and not exact and stored is not None and fresh is not None:
                 stored, fresh = _without_compiler_figures(stored), _without_compiler_figures(fresh)

@@ -1,0 +1,152 @@
+"""Rendering: the same bytes every time, readable files, wrappers once a file, and template mistakes named by template and line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import jinja2
+import pytest
+from fa4gen.codegen import render as render_module
+from fa4gen.codegen.compiler import compile_source
+from fa4gen.codegen.config import ARCHES, Config, load_shipped, parse_config, shipped_configs
+from fa4gen.codegen.render import RenderError, has_attention, render, render_files, targets, template_source
+
+DIGEST = """
+import hashlib
+from fa4gen.codegen.config import load_shipped, shipped_configs
+from fa4gen.codegen.render import render
+digest = hashlib.sha256()
+for name in shipped_configs():
+    config = load_shipped(name)
+    for arch in config.arch:
+        for file, text in render(config, arch).items():
+            digest.update(f"{name}/{arch}/{file}\\n{text}".encode())
+print(digest.hexdigest())
+"""
+
+
+def every_file() -> list[tuple[str, str, str]]:
+    return [(name, arch, file) for name in shipped_configs() for arch in ARCHES for file in targets(load_shipped(name), arch)]
+
+
+def test_the_same_bytes_under_any_hash_seed() -> None:
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "1", "12345")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == 64
+
+
+@pytest.mark.parametrize(("name", "arch", "file"), every_file())
+def test_every_file_is_tidy_and_says_where_it_comes_from(name: str, arch: str, file: str) -> None:
+    rendered = render_files(load_shipped(name), arch)[file]
+    text = rendered.text
+    assert text.endswith("\n")
+    assert not text.endswith("\n\n")
+    assert not text.startswith("\n")
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert "\n\n\n" not in text
+    assert "{{" not in text
+    assert "{% " not in text
+    banner = "\n".join(text.splitlines()[:12])
+    for word in (f"templates/{rendered.template}", name, arch, "Do not edit", f"fa4gen emit --config {name}"):
+        assert word in banner
+    assert rendered.template in rendered.templates
+    for template in rendered.templates:
+        assert template_source(template)
+
+
+@pytest.mark.parametrize(("name", "arch", "file"), every_file())
+def test_wrappers_come_once_and_guarded_in_headers(name: str, arch: str, file: str) -> None:
+    config = load_shipped(name)
+    rendered = render_files(config, arch)[file]
+    wrappers = [template for template in rendered.templates if template.startswith("ptx/")]
+    defined = re.findall(r"^__device__ __forceinline__ \S+ (ptx_\w+)\(", rendered.text, re.MULTILINE)
+    assert len(defined) == len(set(defined)) >= len(wrappers)
+    guards = re.findall(r"^#ifndef (FA4_\w+)$", rendered.text, re.MULTILINE)
+    if file.endswith(".cuh"):
+        assert "#pragma once" in rendered.text
+        assert len(guards) == len(set(guards)) >= len(wrappers)
+    else:
+        assert not guards
+        assert "#include" not in rendered.text
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", ["d512", "d128"])
+def test_headers_can_be_used_alone_and_together(name: str, arch: str) -> None:
+    headers = [text for file, text in render(load_shipped(name), arch).items() if file.endswith(".cuh")]
+    for text in [*headers, "\n".join(headers)]:
+        compile_source(text.replace("#pragma once", "") + '\nextern "C" __global__ void nothing() {}\n', arch, "headers.cu")
+
+
+def test_files_of_the_modes() -> None:
+    assert list(render(load_shipped("d512"), "sm_90a")) == ["exchange4.cuh", "level0.cuh", "unit.cu", "attention.cu"]
+    assert list(render(load_shipped("d512"), "sm_100a")) == ["exchange4.cuh", "level0.cuh", "unit.cu"]
+    assert list(render(load_shipped("d128"), "sm_90a")) == ["combine.cuh", "unit.cu"]
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_where_the_full_kernel_is_generated(name: str) -> None:
+    config = load_shipped(name)
+    assert has_attention(config, "sm_90a") == (name in ("d256", "d512"))
+    assert not has_attention(config, "sm_100a")
+
+
+Replace = Callable[[str, str], None]
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch) -> Replace:
+    """Replaces one template's text for this test."""
+    original = render_module._Loader.get_source
+
+    def with_text(name: str, text: str) -> None:
+        def get_source(self: render_module._Loader, environment: jinja2.Environment, template: str) -> tuple[str, str | None, None]:
+            return (text, name, None) if template == name else (original(self, environment, template)[0], template, None)
+
+        monkeypatch.setattr(render_module._Loader, "get_source", get_source)
+
+    return with_text
+
+
+def fresh(name: str) -> Config:
+    """A config no other test has rendered: render() remembers its results."""
+    return parse_config({"name": name, "ov_depth": 512, "shared_key": True, "arch": ["sm_100a"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("// one\n// two {{ geo.no_such_number }}\n", r"unit/unit\.cu\.j2:2: UndefinedError: .*no_such_number"),
+        ("// one\n\n{% if %}\n", r"unit/unit\.cu\.j2:3: "),
+        ("// one\n{{ use('no_such_wrapper') }}\n", r"unit/unit\.cu\.j2:2: there is no templates/ptx/no_such_wrapper"),
+        ("{{ 1 // 0 }}\n", r"unit/unit\.cu\.j2:1: ZeroDivisionError"),
+    ],
+)
+def test_template_mistakes_name_template_and_line(replace: Replace, text: str, message: str) -> None:
+    replace("unit/unit.cu.j2", text)
+    with pytest.raises(RenderError, match=message) as caught:
+        render(fresh("mistake"), "sm_100a")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_mistake_in_a_wrapper_names_the_wrapper(replace: Replace) -> None:
+    replace("ptx/bar_sync.cuh.j2", "\n\n{{ nothing_like_it }}\n")
+    with pytest.raises(RenderError, match=r"ptx/bar_sync\.cuh\.j2:3: .*nothing_like_it"):
+        render(fresh("wrapper"), "sm_100a")
+
+
+def test_output_is_tidied(replace: Replace) -> None:
+    replace("unit/unit.cu.j2", "\n\n// a   \n\n\n\n// b\n{{ use('bar_sync') }}\n{{ use('bar_sync') }}\n\n\n")
+    text = render(fresh("tidy"), "sm_100a")["unit.cu"]
+    assert text.startswith("// a\n\n// b\n")
+    assert text.count("bar.sync") == template_source("ptx/bar_sync.cuh.j2").count("bar.sync")
+    assert text.endswith("}\n")
