@@ -50,7 +50,8 @@ class Sm90Geometry(Geometry):
     stmatrix_matrices, stmatrix_count: 8 x 8 matrices of one store, and stores that write a fragment
     q_bytes, q_buffers, q_chunks, q_chunk_bytes: the Q tile, copies of it in shared memory, its 64-column chunks
     p_tile_bytes, p_buffers: a P tile [tile_rows, 64 keys], two for each warpgroup
-    out_chunk_cols, out_chunks, out_aliases_q: columns of O in 128 bytes, chunks of the tile, and whether it is staged where Q was
+    out_chunk_cols, out_chunks: columns of O in 128 bytes, chunks of the tile
+    out_region: where the O tile is staged: over "q" when it has Q's size, else over the "merge_o" of two warpgroups, else in "out"
     merge_bytes: what the warpgroups hand each other in the level-2 merge, O f32; 0 for one warpgroup
     smem_map: offsets and sizes in bytes
     """
@@ -82,7 +83,7 @@ class Sm90Geometry(Geometry):
     p_buffers: int
     out_chunk_cols: int
     out_chunks: int
-    out_aliases_q: bool
+    out_region: str
     merge_bytes: int
     smem_map: tuple[Region, ...]
 
@@ -115,7 +116,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     lane_rows = tile_rows // 4
     q_chunk_bytes = tile_rows * SWIZZLE_BYTES
     q_bytes = tile_rows * depth * OPERAND_BYTES
-    out_aliases_q = out_bytes == OPERAND_BYTES
+    out_region = "q" if out_bytes == OPERAND_BYTES else "merge_o" if warpgroups == 2 else "out"
     merge_bytes = tile_rows * depth * F32_BYTES if warpgroups == 2 else 0
 
     def smem_map_for(slots: int, q_buffers: int) -> tuple[Region, ...]:
@@ -125,7 +126,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
                 ("ring", slots * slot_bytes),
                 ("q", q_buffers * q_bytes),
                 ("p", warpgroups * P_BUFFERS * q_chunk_bytes),
-                ("out", 0 if out_aliases_q else tile_rows * depth * out_bytes),
+                ("out", tile_rows * depth * out_bytes if out_region == "out" else 0),
                 ("merge_o", merge_bytes),
                 ("merge_ml", 2 * WARP_THREADS * 2 * F32_BYTES if warpgroups == 2 else 0),
                 ("exchange", shape["exchange_bytes"]),
@@ -201,7 +202,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         p_buffers=P_BUFFERS,
         out_chunk_cols=SWIZZLE_BYTES // out_bytes,
         out_chunks=depth * out_bytes // SWIZZLE_BYTES,
-        out_aliases_q=out_aliases_q,
+        out_region=out_region,
         merge_bytes=merge_bytes,
         smem_map=smem_map,
     )
