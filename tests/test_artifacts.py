@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from fa4gen.codegen import artifacts
 from fa4gen.codegen.artifacts import EmitError
 from fa4gen.codegen.compiler import Module, compile_all

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from fa4gen import cli
 from fa4gen.cli import main
 from fa4gen.codegen.config import shipped_configs

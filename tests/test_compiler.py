@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fa4gen.codegen import compiler
 from fa4gen.codegen.compiler import CompileError, KernelResources, compile_all, compile_source, nvrtc_version, parse_resources
 from fa4gen.codegen.config import ARCHES

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from fa4gen.codegen import config as config_module
 from fa4gen.codegen import geometry
 from fa4gen.codegen.config import ConfigError, disabled_rules, load_config, load_shipped, parse_config, shipped_configs

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+
 from fa4gen.codegen.config import Config, ConfigError, disabled_rules, load_shipped, parse_config, shipped_configs
 from fa4gen.codegen.geometry import Geometry, Region, derive, functions, symbol
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry

@@ -10,8 +10,9 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import fa4gen
 import pytest
+
+import fa4gen
 from fa4gen.codegen.config import shipped_configs
 
 ROOT = Path(fa4gen.__file__).resolve().parent

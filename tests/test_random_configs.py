@@ -12,6 +12,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
 from fa4gen.codegen import units
 from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.backends.emulator import EmulatorBackend
@@ -19,8 +22,6 @@ from fa4gen.codegen.compiler import Module, compile_source
 from fa4gen.codegen.config import Config, ConfigError, parse_config
 from fa4gen.codegen.geometry import all_rules, derive
 from fa4gen.codegen.render import render
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 EXAMPLES = 500
 # Run on several workers; each shard has a seed of its own, so that the examples are the same everywhere.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jinja2
 import pytest
+
 from fa4gen.codegen import render as render_module
 from fa4gen.codegen.compiler import compile_source
 from fa4gen.codegen.config import ARCHES, Config, load_shipped, parse_config, shipped_configs
