@@ -164,6 +164,12 @@ def test_a_rule_refuses_what_no_other_does(rule: str, changes: dict[str, object]
         assert rule_of(fields) != rule
 
 
+def test_a_depth_of_three_stages_does_not_divide_the_keys() -> None:
+    fields = {"name": "c", "ov_depth": 128, "qk_depth": 192, "shared_key": False, "m_pack": 2, "rows": 64, "arch": ["sm_100a"]}
+    with disabled_rules("equal-depths"):
+        assert rule_of(fields) == "key-chunk-divides"
+
+
 def test_unequal_depths_break_the_ring_walk() -> None:
     fields = {"name": "c", "ov_depth": 128, "qk_depth": 64, "shared_key": True, "arch": ["sm_100a"]}
     with disabled_rules("equal-depths"), pytest.raises(ConfigError, match=r"\[ring-walk\]"):
