@@ -11,7 +11,7 @@ import pytest
 from fa4gen.codegen import compiler, golden, reference, runner, units
 from fa4gen.codegen.attention import attention_launch
 from fa4gen.codegen.backends import BackendError, BackendUnavailable, Compiled, Launch
-from fa4gen.codegen.backends.cuda import CudaBackend, device_arch
+from fa4gen.codegen.backends.cuda import CudaBackend, DeviceArray, device_arch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, load_config, shipped_configs
 from fa4gen.codegen.geometry import derive
@@ -105,3 +105,20 @@ def test_another_architecture_is_refused(gpu):
     module = compiler.compile_source(OVERRUN, other, "overrun.cu")
     with pytest.raises(BackendError, match=other):
         gpu.run(Compiled(other, module.ptx, module.cubin), Launch("overrun", (1, 1, 1), (1, 1, 1), 0, [np.zeros(1, np.float32)]))
+
+
+@pytest.mark.gpu
+def test_a_prepared_launch_repeats_on_resident_arrays(gpu):
+    source = 'extern "C" __global__ void add(const float* x, float* sum, float* copied) { sum[threadIdx.x] += x[threadIdx.x]; *copied += 1.0f; }'
+    module = compiler.compile_source(source, gpu.arch, "add.cu")
+    total, counter = DeviceArray((32,), np.float32), np.zeros(1, np.float32)
+    total.fill(0)
+    x = np.arange(32, dtype=np.float32)
+    launch = Launch("add", (1, 1, 1), (32, 1, 1), 0, [x, total.stand_in, counter])
+    prepared = gpu.prepare(Compiled(gpu.arch, module.ptx, module.cubin), launch, [total])
+    for _ in range(3):
+        prepared.enqueue()
+    assert (total.fetch() == 3 * x).all()
+    assert counter[0] == 0, "an array that was copied for the launch is not written back"
+    prepared.free()
+    total.free()

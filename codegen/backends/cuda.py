@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class CudaBackend:
         _call(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
         self._modules: dict[bytes, Any] = {}
 
-    def run(self, compiled: Compiled, launch: Launch, *, progress: Callable[[int], None] | None = None) -> Outcome:
+    def _function(self, compiled: Compiled, launch: Launch) -> Any:
         driver = _driver()
         if compiled.cubin is None:
             raise BackendError(f"{launch.entry}: no CUBIN to run")
@@ -86,6 +86,39 @@ class CudaBackend:
         function = _call(driver.cuModuleGetFunction(module, launch.entry.encode()), f"cuModuleGetFunction({launch.entry})")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _call(driver.cuFuncSetAttribute(function, limit, launch.smem_bytes), f"{launch.entry}: {launch.smem_bytes} bytes of shared memory")
+        return function
+
+    def prepare(self, compiled: Compiled, launch: Launch, resident: Sequence[DeviceArray] = ()) -> PreparedLaunch:
+        """A launch that can be repeated: the stand-ins of `resident` among its arguments mean their device memory, other arrays are
+        copied to the device now and stay there until the PreparedLaunch is freed. Raises BackendError."""
+        return PreparedLaunch(self._function(compiled, launch), launch, resident)
+
+    def event(self) -> Any:
+        """A timing event; events live as long as the process."""
+        return _call(_driver().cuEventCreate(0), "cuEventCreate")
+
+    def record(self, event: Any) -> None:
+        _call(_driver().cuEventRecord(event, 0), "cuEventRecord")
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Device time from one completed event to another."""
+        return float(_call(_driver().cuEventElapsedTime(start, end), "cuEventElapsedTime")) * 1e-3
+
+    def wait(self, event: Any, what: str) -> None:
+        """Waits for a recorded event. Raises BackendError naming `what` where work before it failed or outlasts the time limit."""
+        driver = _driver()
+        deadline = time.monotonic() + self.time_limit
+        while (status := int(driver.cuEventQuery(event)[0])) == int(driver.CUresult.CUDA_ERROR_NOT_READY):
+            if time.monotonic() > deadline:
+                raise BackendError(f"{what} did not end within {self.time_limit:g} s on {self.device_name}")
+            time.sleep(0)
+        if status != 0:
+            name = driver.cuGetErrorName(driver.CUresult(status))[1].decode()
+            raise BackendError(f"{what} failed on {self.device_name}: {name}")
+
+    def run(self, compiled: Compiled, launch: Launch, *, progress: Callable[[int], None] | None = None) -> Outcome:
+        driver = _driver()
+        function = self._function(compiled, launch)
         buffers = _Buffers(driver)
         try:
             parameters = [_parameter(argument, buffers, driver) for argument in launch.args]
@@ -108,31 +141,95 @@ class CudaBackend:
         _call(driver.cuEventRecord(start, 0), "cuEventRecord")
         _call(driver.cuLaunchKernel(function, *launch.grid, *launch.block, launch.smem_bytes, 0, pointers, 0), f"{launch.entry}: launch")
         _call(driver.cuEventRecord(end, 0), "cuEventRecord")
-        deadline = time.monotonic() + self.time_limit
-        while (status := int(driver.cuEventQuery(end)[0])) == int(driver.CUresult.CUDA_ERROR_NOT_READY):
-            if time.monotonic() > deadline:
-                raise BackendError(f"{launch.entry} did not end within {self.time_limit:g} s on {self.device_name}")
-            time.sleep(0)
-        if status != 0:
-            name = driver.cuGetErrorName(driver.CUresult(status))[1].decode()
-            raise BackendError(f"{launch.entry} failed on {self.device_name}: {name}")
-        milliseconds = _call(driver.cuEventElapsedTime(start, end), "cuEventElapsedTime")
+        self.wait(end, launch.entry)
+        seconds = self.seconds_between(start, end)
         driver.cuEventDestroy(start)
         driver.cuEventDestroy(end)
-        return float(milliseconds) * 1e-3
+        return seconds
+
+
+class DeviceArray:
+    """Device memory of a shape and dtype that outlives launches; needs a CudaBackend, which makes the context.
+
+    stand_in: a host array of the same layout that takes its place in the arguments of a Launch (directly, or in a TensorMap). Its own
+    memory is never read or written, so it takes none.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.stand_in = np.empty(shape, dtype)
+        self.address = int(_call(_driver().cuMemAlloc(self.stand_in.nbytes), f"device memory, {self.stand_in.nbytes} bytes"))
+
+    @property
+    def nbytes(self) -> int:
+        return self.stand_in.nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Zero-copy access for frameworks; bfloat16, which the protocol does not know, shows as int16."""
+        dtype = self.stand_in.dtype
+        known = dtype if dtype.kind in "fiub" and dtype.isbuiltin == 1 else np.dtype(np.int16)
+        return {"shape": self.stand_in.shape, "typestr": known.str, "data": (self.address, False), "version": 3}
+
+    def fill(self, byte: int) -> None:
+        """Sets every byte, in stream order."""
+        _call(_driver().cuMemsetD8Async(self.address, byte, self.nbytes, 0), "fill device memory")
+
+    def fetch(self) -> np.ndarray:
+        """A host copy, once all work before it is done."""
+        array = np.empty_like(self.stand_in)
+        _call(_driver().cuMemcpyDtoH(array.ctypes.data, self.address, array.nbytes), "copy from the device")
+        return array
+
+    def free(self) -> None:
+        """Gives the memory back; nothing may use it any more."""
+        if self.address:
+            _call(_driver().cuMemFree(self.address), "free device memory")
+            self.address = 0
+
+
+class PreparedLaunch:
+    """A launch whose parameters are encoded and whose arrays are on the device; `enqueue` repeats it in the default stream."""
+
+    def __init__(self, function: Any, launch: Launch, resident: Sequence[DeviceArray]) -> None:
+        self.launch = launch
+        self._driver = _driver()
+        self._function = function
+        self._buffers = _Buffers(self._driver, resident)
+        try:
+            self._parameters = [_parameter(argument, self._buffers, self._driver) for argument in launch.args]
+        except BaseException:
+            self._buffers.free()
+            raise
+        self._pointers = (ctypes.c_void_p * max(1, len(self._parameters)))(*[ctypes.addressof(p) for p in self._parameters])
+
+    def enqueue(self) -> None:
+        launch = self.launch
+        pointers = ctypes.addressof(self._pointers)
+        result = self._driver.cuLaunchKernel(self._function, *launch.grid, *launch.block, launch.smem_bytes, 0, pointers, 0)
+        _call(result, f"{launch.entry}: launch")
+
+    def free(self) -> None:
+        """Frees what was copied for this launch; resident arrays stay."""
+        self._buffers.free()
 
 
 class _Buffers:
-    """Device copies of the host arrays of one launch; the same memory used by several arguments is copied once."""
+    """Device copies of the host arrays of one launch; the same memory used by several arguments is copied once.
 
-    def __init__(self, driver: Any) -> None:
+    resident: arrays that are on the device already, found by their stand-ins; they are neither copied nor freed here.
+    """
+
+    def __init__(self, driver: Any, resident: Sequence[DeviceArray] = ()) -> None:
         self._driver = driver
         self._allocations: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+        self._resident = {(r.stand_in.__array_interface__["data"][0], r.nbytes): r.address for r in resident}
 
     def address(self, array: np.ndarray) -> int:
         if not array.flags.c_contiguous:
             raise BackendError("an array argument is not contiguous")
         key = (array.__array_interface__["data"][0], array.nbytes)
+        if key in self._resident:
+            return self._resident[key]
         if key not in self._allocations:
             guard = np.full(_GUARD_BYTES, _GUARD_BYTE, np.uint8)
             image = np.concatenate([guard, array.reshape(-1).view(np.uint8), guard])
