@@ -1,0 +1,701 @@
+"""Warps, CTAs, their barriers and the seeded scheduler.
+
+A warp executes decoded instructions (callables of the warp and its register list) for a random quantum, then the scheduler draws the next
+warp or completes a pending asynchronous operation. Diverged warps are a set of lane groups with their own program counters: the group
+that is furthest behind runs, groups that meet merge, and `.sync` instructions hold a group until the lanes they name have come.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import hazards as hz
+from .hazards import Access, Clock, Hazard, Reporter, Shadow
+from .memory import POISON32, SHARED_START, Memory, TensorMap
+from .ptx import PtxError
+
+if TYPE_CHECKING:
+    from .decode import Code
+
+Array = NDArray[Any]
+Bool = NDArray[np.bool_]
+Step = Callable[["Warp", list[Any]], "int | None"]
+
+# What a step returns instead of a program counter.
+BLOCK = -1
+"""The group waits; it continues after this instruction."""
+RETRY = -2
+"""The group waits; it executes this instruction again."""
+SPLIT = -3
+"""Warp.split = (lanes that branch, target)."""
+EXIT = -4
+"""Warp.split = (lanes that exit, 0)."""
+YIELD = -5
+"""The quantum ends after this instruction."""
+
+WARP = 32
+LANES = np.arange(WARP, dtype=np.int64)
+ALL = np.ones(WARP, np.bool_)
+ALL.setflags(write=False)
+ALL_BYTES = ALL.tobytes()
+NONE_BYTES = bytes(WARP)
+FULL_BITS = 0xFFFF_FFFF
+_LANE_BITS = 1 << np.arange(WARP, dtype=np.uint64)
+NAMED_BARRIERS = 16
+MBARRIER_LIMIT = (1 << 20) - 1
+
+
+def bits_of(mask: Bool) -> int:
+    """Lane mask as an integer, lane 0 in bit 0."""
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+
+
+def mask_of(bits: int) -> Bool:
+    """Integer lane mask as 32 booleans."""
+    return np.unpackbits(np.frombuffer((bits & FULL_BITS).to_bytes(4, "little"), np.uint8), bitorder="little").astype(np.bool_)
+
+
+class Group:
+    """Lanes of a warp that share a program counter."""
+
+    __slots__ = ("bits", "blocked", "forced", "mask", "pc", "spurious")
+
+    def __init__(self, pc: int, mask: Bool) -> None:
+        self.pc = pc
+        self.mask = mask
+        self.bits = bits_of(mask)
+        self.blocked: tuple[Any, ...] | None = None
+        self.forced = False
+        self.spurious = False
+
+
+class Warp:
+    """One warp: registers, lane groups and its vector clock."""
+
+    def __init__(self, cta: Cta, index: int, lanes: int) -> None:
+        self.cta = cta
+        self.index = index
+        self.actor = index
+        self.name = f"warp {index}" if cta.launch.total == 1 else f"CTA {cta.index} warp {index}"
+        self.mask: Bool = ALL if lanes == WARP else np.arange(WARP) < lanes
+        self.groups = [Group(0, self.mask)]
+        self.group = self.groups[0]
+        self.live_bits = self.group.bits
+        self.split: tuple[Bool, int] = (ALL, 0)
+        self.done = False
+        self.ready = False
+        self.R: list[Any] = []
+        self.B16: Array
+        self.B32: Array
+        self.B64: Array
+        self.local: NDArray[np.uint8] | None = None
+        self.spins = 0
+        # Happens-before.
+        limits = np.zeros(cta.capacity, np.int64)
+        limits[self.actor] = hz.CLOCK_STEP | hz.CLOCK_FILL
+        self.clock = Clock(limits)
+        self.epochs = (LANES << hz.LANE_SHIFT) | self.actor | hz.CLOCK_STEP
+        self.fence_clock: Clock | None = None
+        self.acquired: Clock | None = None
+        # Asynchronous operations of this warp, oldest first.
+        self.wgmma: Any = None
+        self.bulk: dict[int, Any] = {}
+        self.cp_async: Any = None
+        self.tmem_ops: Any = None
+
+    # ----------------------------------------------------------------------------------------------------- happens-before
+
+    def tick(self) -> None:
+        """Begin a new epoch: accesses from here on are not covered by snapshots taken before."""
+        limits = self.clock.limits
+        limits[self.actor] += hz.CLOCK_STEP
+        self.epochs += hz.CLOCK_STEP
+
+    def snapshot(self) -> Clock:
+        """The clock to publish at a release; a new epoch begins."""
+        result = self.clock.copy()
+        self.tick()
+        return result
+
+    # ------------------------------------------------------------------------------------------------------------ running
+
+    def pick(self) -> Group | None:
+        groups = self.groups
+        if len(groups) == 1:
+            group = groups[0]
+            return None if group.blocked else group
+        runnable = [g for g in groups if g.blocked is None]
+        if not runnable:
+            return None
+        if len(runnable) > 1 and self.cta.launch.random.random() < 0.05:
+            return self.cta.launch.random.choice(runnable)
+        return min(runnable, key=lambda g: g.pc)
+
+    def run(self, quantum: int) -> int:
+        """Execute up to `quantum` instructions; returns how many were."""
+        left = quantum
+        code = self.cta.launch.code
+        registers = self.R
+        while left > 0:
+            group = self.pick()
+            if group is None:
+                break
+            self.group = group
+            self.mask = group.mask
+            ops = code.full if group.bits == FULL_BITS else code.masked
+            pc = group.pc
+            alone = len(self.groups) == 1
+            result: int | None = None
+            try:
+                if alone:
+                    while left > 0:
+                        left -= 1
+                        result = ops[pc](self, registers)
+                        if result is None:
+                            pc += 1
+                        elif result >= 0:
+                            pc = result
+                        else:
+                            break
+                else:
+                    others = {g.pc for g in self.groups if g is not group}
+                    behind = min((g.pc for g in self.groups if g is not group and g.blocked is None), default=1 << 60)
+                    while left > 0:
+                        left -= 1
+                        result = ops[pc](self, registers)
+                        if result is None:
+                            pc += 1
+                        elif result >= 0:
+                            pc = result
+                        else:
+                            break
+                        if pc in others or pc > behind:
+                            break
+            except PtxError:
+                raise
+            except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError, NotImplementedError) as error:
+                raise PtxError(f"{code.opcodes[pc]}: {error}", code.lines[pc]) from error
+            group.pc = pc
+            if result is not None and result < 0:
+                if result == SPLIT:
+                    self._split(group)
+                elif result == EXIT:
+                    self._exit(group)
+                elif result == BLOCK:
+                    group.pc = pc + 1
+                elif result == YIELD:
+                    group.pc = pc + 1
+                    self._merge(group)
+                    break
+                if self.done:
+                    break
+            if len(self.groups) > 1:
+                self._merge(group)
+        return quantum - left
+
+    def _split(self, group: Group) -> None:
+        taken, target = self.split
+        rest = group.mask & ~taken
+        other = Group(target, taken)
+        group.mask = rest
+        group.bits = bits_of(rest)
+        group.pc += 1
+        self.groups.append(other)
+
+    def _exit(self, group: Group) -> None:
+        gone = self.split[0]
+        self.live_bits &= ~bits_of(gone)
+        rest = group.mask & ~gone
+        if rest.any():
+            group.mask = rest
+            group.bits = bits_of(rest)
+            group.pc += 1
+        else:
+            self.groups.remove(group)
+        if not self.groups:
+            self.done = True
+            return
+        for waiting in self.groups:
+            if waiting.blocked and waiting.blocked[0] == "converge":
+                waiting.blocked = None
+
+    def _merge(self, group: Group) -> None:
+        if group not in self.groups:
+            return
+        for other in self.groups:
+            # A group that is parked inside a barrier has arrived already: it is past its instruction and must not absorb others.
+            if other is group or other.pc != group.pc or (other.blocked and other.blocked[0] != "converge") or group.blocked:
+                continue
+            group.mask = group.mask | other.mask
+            group.bits |= other.bits
+            self.groups.remove(other)
+            for waiting in self.groups:
+                if waiting.blocked and waiting.blocked[0] == "converge":
+                    waiting.blocked = None
+            return
+
+    def wake(self, group: Group) -> None:
+        group.blocked = None
+        self.cta.launch.make_ready(self)
+
+    def converge(self, member_bits: int, code: Code) -> bool:
+        """Whether lanes that a `.sync` instruction names are still elsewhere: the group then waits for them."""
+        group = self.group
+        if group.forced or not member_bits & self.live_bits & ~group.bits:
+            return False
+        group.blocked = ("converge", code)
+        return True
+
+
+class NamedBarrier:
+    """bar.sync / bar.arrive state of one barrier id (9.7.13.1)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.arrived = 0
+        self.clock: Clock | None = None
+        self.waiting: list[tuple[Warp, Group, Any]] = []
+        self.arrivals: list[tuple[str, int, int]] = []
+        self.whole = False
+        self.votes: list[Bool] = []
+
+
+class MBarrier:
+    """An mbarrier object (9.7.13.15): phase, pending and expected arrivals, transaction bytes, and the clock of the phase under way."""
+
+    def __init__(self, address: int, expected: int, cta: Cta) -> None:
+        self.address = address
+        self.expected = expected
+        self.pending = expected
+        self.tx = 0
+        self.phase = 0
+        self.cta = cta
+        self.clock: Clock | None = None
+        self.done: Clock | None = None
+        self.waiting: list[tuple[Warp, Group]] = []
+
+    def join(self, clock: Clock | None) -> None:
+        if clock is None:
+            return
+        if self.clock is None:
+            self.clock = clock.copy()
+        else:
+            self.clock.join(clock)
+
+    def settle(self) -> None:
+        """Complete the phase when nothing is pending."""
+        if self.pending == 0 and self.tx == 0:
+            self.phase += 1
+            self.pending = self.expected
+            # The accumulated clock stays: completing a later phase implies the earlier ones.
+            self.done = None if self.clock is None else self.clock.copy()
+            for warp, group in self.waiting:
+                warp.wake(group)
+            self.waiting.clear()
+            self.cta.launch.progress_count += 1
+
+
+class Pending:
+    """An asynchronous operation whose effect is still to come."""
+
+    __slots__ = ("complete", "cta")
+
+    def __init__(self, cta: Cta, complete: Callable[[], None]) -> None:
+        self.cta = cta
+        self.complete = complete
+
+
+class Cta:
+    """A thread block: shared and tensor memory, barriers, warps."""
+
+    def __init__(self, launch: Run, index: int, ctaid: tuple[int, int, int]) -> None:
+        self.launch = launch
+        self.index = index
+        self.ctaid = ctaid
+        self.check = launch.check
+        self.capacity = launch.warps + 64
+        self.actor_names: list[str] = []
+        self.actors: dict[Any, int] = {}
+        self.slots: list[int] = []
+        self.slot_times: list[int] = []
+        size = SHARED_START + launch.shared_bytes
+        self.shared_end = size
+        self.smem = np.full((size + 31) // 16 * 4, POISON32, np.uint32).view(np.uint8)
+        self.words: dict[int, Array] = {1: self.smem, 2: self.smem.view(np.uint16), 4: self.smem.view(np.uint32), 8: self.smem.view(np.uint64)}
+        self.shadow = Shadow(len(self.smem), 4) if self.check else None
+        self.barriers = [NamedBarrier() for _ in range(NAMED_BARRIERS)]
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.sync_clocks: dict[int, Clock] = {}
+        self.tmem: Any = None
+        self.warps = [Warp(self, i, min(WARP, launch.threads - WARP * i)) for i in range(launch.warps)]
+        self.actor_names = [w.name for w in self.warps]
+        self.live = len(self.warps)
+        self.pending = 0
+        for warp in self.warps:
+            launch.code.attach(warp)
+
+    # ------------------------------------------------------------------------------------------------------------- actors
+
+    def actor(self, key: Any, name: str) -> int:
+        """The actor number of a named asynchronous engine, made on first use."""
+        found = self.actors.get(key)
+        if found is None:
+            found = self.actors[key] = self.new_actor(name)
+        return found
+
+    def new_actor(self, name: str) -> int:
+        number = len(self.actor_names)
+        if number > hz.ACTOR_MASK:
+            raise PtxError("more than 65,536 asynchronous operations of one CTA are outstanding")
+        self.actor_names.append(name)
+        if number >= self.capacity:
+            self.capacity *= 2
+            for warp in self.warps:
+                grown = np.zeros(self.capacity, np.int64)
+                grown[: len(warp.clock.limits)] = warp.clock.limits
+                warp.clock.limits = grown
+        return number
+
+    def async_slot(self, warp: Warp, name: str) -> tuple[int, int]:
+        """(actor, clock) for one asynchronous operation: a slot is reused only by an issuer that knows its last operation complete."""
+        limits = warp.clock.limits
+        for place, actor in enumerate(self.slots):
+            if limits[actor] >> hz.CLOCK_SHIFT >= self.slot_times[place]:
+                self.slot_times[place] += 1
+                self.actor_names[actor] = name
+                return actor, self.slot_times[place]
+        actor = self.new_actor(name)
+        self.slots.append(actor)
+        self.slot_times.append(1)
+        return actor, 1
+
+    # ------------------------------------------------------------------------------------------------------------- hazards
+
+    def access_of(self, epoch: int, cta: int | None = None) -> Access:
+        """An epoch in words."""
+        code = (epoch >> hz.CODE_SHIFT) & (hz.CODE_LIMIT - 1)
+        lines = self.launch.code.lines
+        line = lines[code] if code < len(lines) else 0
+        actor = epoch & hz.ACTOR_MASK
+        owner = self if cta is None or cta == self.index else self.launch.resident.get(cta)
+        if owner is not None and actor < len(owner.actor_names):
+            name = owner.actor_names[actor]
+        else:
+            name = f"CTA {cta} " + (f"warp {actor}" if actor < self.launch.warps else "asynchronous operation")
+        return Access(line, name, (epoch >> hz.LANE_SHIFT) & 31)
+
+    def report(self, kind: str, message: str, code: Code, warp: Warp | int, lane: int = 0, address: int = 0, other: Access | None = None) -> None:
+        if not self.check and kind not in ("deadlock", "barrier"):
+            return
+        index = warp if isinstance(warp, int) else warp.index
+        self.launch.reporter.add(Hazard(kind, message, code.line, index, int(lane), int(address), other))
+
+    # --------------------------------------------------------------------------------------------------------- named barriers
+
+    def bar_arrive(self, warp: Warp, code: Code, number: int, count: int | None, wait: Any, vote: Bool | None = None) -> int | None:
+        """One warp's arrival at a named barrier; `wait` is None for bar.arrive, else a callable run when the warp continues (or True)."""
+        launch = self.launch
+        if not 0 <= number < NAMED_BARRIERS:
+            self.report("barrier", f"barrier id {number} at PTX line {code.line} is not in 0..15 ({warp.name})", code, warp)
+            return None
+        if count is not None and (count % WARP or count <= 0 or count > 1024):
+            self.report(
+                "barrier", f"thread count {count} of barrier {number} at PTX line {code.line} is not a multiple of 32 in 32..1024 ({warp.name})", code, warp
+            )
+            count = max(WARP, -(-count // WARP) * WARP)
+        bar = self.barriers[number]
+        whole = count is None
+        expected = WARP * self.live if count is None else count
+        if not bar.arrived:
+            bar.count, bar.whole = expected, whole
+        elif bar.count != expected and not (whole and bar.whole):
+            first = bar.arrivals[0]
+            self.report(
+                "barrier",
+                f"barrier {number}: {warp.name} at PTX line {code.line} names {expected} threads, "
+                f"but {first[0]} at PTX line {first[1]} named {bar.count} for the same generation",
+                code,
+                warp,
+                other=Access(first[1], first[0], 0),
+            )
+        group = warp.group
+        lanes = WARP if group.bits == warp.live_bits else group.bits.bit_count()
+        if launch.check:
+            for name, line, index in bar.arrivals:
+                if index == warp.index and lanes == WARP:
+                    self.report(
+                        "barrier",
+                        f"barrier {number}: {warp.name} arrives at PTX line {code.line} a second time in one generation (first at PTX line {line}): "
+                        "the barrier completes without a warp it should wait for",
+                        code,
+                        warp,
+                        other=Access(line, name, 0),
+                    )
+                    break
+            clock = warp.snapshot()
+            if bar.clock is None:
+                bar.clock = clock
+            else:
+                bar.clock.join(clock)
+        bar.arrivals.append((warp.name, code.line, warp.index))
+        bar.arrived += lanes
+        if vote is not None:
+            bar.votes.append(vote)
+        launch.progress_count += 1
+        if bar.arrived > bar.count:
+            self.report(
+                "barrier",
+                f"barrier {number} counts {bar.count} threads, but {bar.arrived} have arrived with {warp.name} at PTX line {code.line}",
+                code,
+                warp,
+            )
+        if wait is not None:
+            group.blocked = ("bar", number, code)
+            bar.waiting.append((warp, group, wait))
+        if bar.arrived >= bar.count:
+            self.bar_complete(bar)
+        if wait is None:
+            return None
+        return None if group.blocked is None else BLOCK
+
+    def bar_complete(self, bar: NamedBarrier) -> None:
+        waiting, clock, votes = bar.waiting, bar.clock, bar.votes
+        bar.waiting, bar.clock, bar.arrived, bar.arrivals, bar.votes = [], None, 0, [], []
+        self.launch.barriers += 1
+        for warp, group, action in waiting:
+            if clock is not None:
+                warp.clock.join(clock)
+            if callable(action):
+                action(warp, votes)
+            warp.wake(group)
+
+    def warp_left(self, warp: Warp) -> None:
+        """A warp has exited: barriers over the whole CTA count the remaining ones."""
+        self.live -= 1
+        for bar in self.barriers:
+            if bar.arrived and bar.whole:
+                bar.count = WARP * self.live
+                if bar.arrived >= bar.count:
+                    self.bar_complete(bar)
+
+
+class Run:
+    """One launch under way: CTAs, scheduler, counters."""
+
+    def __init__(
+        self,
+        *,
+        code: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        dynamic_bytes: int,
+        params: bytes,
+        tensor_maps: list[TensorMap],
+        memory: Memory,
+        seed: int,
+        check: bool,
+        budget: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.code = code
+        self.grid = grid
+        self.block = block
+        self.threads = block[0] * block[1] * block[2]
+        self.warps = -(-self.threads // WARP)
+        self.total = grid[0] * grid[1] * grid[2]
+        self.shared_bytes = shared_bytes
+        self.dynamic_bytes = dynamic_bytes
+        self.params = np.frombuffer(bytearray(params + bytes(-len(params) % 16 + 16)), np.uint8)
+        self.param_bytes = len(params)
+        self.tensor_maps = tensor_maps
+        self.memory = memory
+        self.check = check
+        self.budget = budget
+        self.progress = progress
+        self.random = random.Random(seed)
+        self.reporter = Reporter()
+        self.instructions = 0
+        self.barriers = 0
+        self.progress_count = 0
+        self.ready: list[Warp] = []
+        self.pending: list[Pending] = []
+        self.resident: dict[int, Cta] = {}
+        self.next_cta = 0
+        self.global_shadow = hz.GlobalShadow()
+        self.global_sync: dict[int, dict[int, Any]] = {}
+        self.stopped = False
+        # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
+        self.eagerness = self.random.choice((0.0, 0.02, 0.1, 0.4))
+        self.quantum = self.random.choice((8, 32, 128))
+        self.residency = min(self.total, self.random.choice((1, 2, 4)))
+
+    # ------------------------------------------------------------------------------------------------------------ services
+
+    def make_ready(self, warp: Warp) -> None:
+        if not warp.ready and not warp.done:
+            warp.ready = True
+            self.ready.append(warp)
+
+    def defer(self, cta: Cta, complete: Callable[[], None]) -> Pending:
+        """Queue an asynchronous effect; the scheduler chooses when it happens."""
+        pending = Pending(cta, complete)
+        self.pending.append(pending)
+        cta.pending += 1
+        self.progress_count += 1
+        return pending
+
+    def finish(self, pending: Pending) -> None:
+        """Make a queued effect happen now, if it has not yet."""
+        if pending in self.pending:
+            self.pending.remove(pending)
+            pending.cta.pending -= 1
+            self.progress_count += 1
+            pending.complete()
+
+    def _complete_one(self) -> None:
+        place = self.random.randrange(len(self.pending))
+        pending = self.pending.pop(place)
+        pending.cta.pending -= 1
+        self.progress_count += 1
+        pending.complete()
+
+    # ----------------------------------------------------------------------------------------------------------- scheduling
+
+    def start_cta(self) -> None:
+        index = self.next_cta
+        self.next_cta += 1
+        x, y = self.grid[0], self.grid[1]
+        cta = Cta(self, index, (index % x, index // x % y, index // (x * y)))
+        self.resident[index] = cta
+        for warp in cta.warps:
+            self.make_ready(warp)
+
+    def run(self) -> None:
+        """Run the grid to its end, to a deadlock (reported) or to the end of the instruction budget (PtxError)."""
+        rng = self.random
+        mark = -1
+        report_at = 1 << 14
+        for _ in range(self.residency):
+            self.start_cta()
+        ready = self.ready
+        while not self.stopped:
+            if not ready:
+                if self.pending:
+                    self._complete_one()
+                    continue
+                if not self.resident and self.next_cta >= self.total:
+                    return
+                if self.next_cta < self.total:
+                    # Nothing resident can go on: what it waits for may come from a CTA that has not started.
+                    self.start_cta()
+                    continue
+                if mark != self.progress_count and self._release_parked():
+                    mark = self.progress_count
+                    continue
+                if self._force_converged():
+                    continue
+                self._deadlock()
+                return
+            if self.pending and rng.random() < self.eagerness:
+                self._complete_one()
+            place = rng.randrange(len(ready)) if len(ready) > 1 else 0
+            warp = ready[place]
+            self.instructions += warp.run(rng.randrange(1, 2 * self.quantum))
+            if warp.done:
+                self._remove(place)
+                self._warp_done(warp)
+            elif warp.pick() is None:
+                self._remove(place)
+            if self.instructions >= report_at:
+                report_at = self.instructions + (1 << 14)
+                if self.instructions > self.budget:
+                    raise PtxError(f"the launch was stopped after {self.instructions} warp instructions, its budget is {self.budget}")
+                if self.progress is not None:
+                    self.progress(self.instructions)
+
+    def _remove(self, place: int) -> None:
+        warp = self.ready[place]
+        last = self.ready.pop()
+        if last is not warp:
+            self.ready[place] = last
+        warp.ready = False
+
+    def _warp_done(self, warp: Warp) -> None:
+        cta = warp.cta
+        self.progress_count += 1
+        cta.warp_left(warp)
+        if cta.live == 0:
+            # Whatever is still in flight lands before the CTA's resources go.
+            for pending in [p for p in self.pending if p.cta is cta]:
+                self.finish(pending)
+            self.code.cta_exit(cta, warp)
+            del self.resident[cta.index]
+            if self.next_cta < self.total:
+                self.start_cta()
+
+    def _groups(self) -> list[tuple[Warp, Group]]:
+        return [(w, g) for cta in self.resident.values() for w in cta.warps if not w.done for g in w.groups if g.blocked]
+
+    def _release_parked(self) -> bool:
+        """Let every parked mbarrier test return false once, as the ISA allows: a program that polls may go on elsewhere."""
+        released = False
+        for warp, group in self._groups():
+            assert group.blocked is not None
+            if group.blocked[0] == "mbarrier":
+                barrier = group.blocked[1]
+                barrier.waiting = [(w, g) for w, g in barrier.waiting if g is not group]
+                group.spurious = True
+                warp.wake(group)
+                released = True
+        return released
+
+    def _force_converged(self) -> bool:
+        """Lanes that a `.sync` instruction names cannot come: report the divergence and let the partial warp go on."""
+        for warp, group in self._groups():
+            assert group.blocked is not None
+            if group.blocked[0] == "converge":
+                code = group.blocked[1]
+                missing = warp.live_bits & ~group.bits
+                elsewhere = ", ".join(f"PTX line {self.code.lines[g.pc]}" for g in warp.groups if g is not group)
+                warp.cta.report(
+                    "barrier",
+                    f"{code.opcode} at PTX line {code.line} is executed by part of {warp.name} only (lanes {missing:#010x} are at {elsewhere})",
+                    code,
+                    warp,
+                    lane=(group.bits & -group.bits).bit_length() - 1,
+                )
+                group.forced = True
+                warp.wake(group)
+                return True
+        return False
+
+    def _deadlock(self) -> None:
+        parts = []
+        first: tuple[Warp, Any] | None = None
+        for warp, group in self._groups():
+            assert group.blocked is not None
+            kind, what, code = (*group.blocked, None, None)[:3]
+            line = self.code.lines[min(group.pc, len(self.code.lines) - 1)]
+            if kind == "bar":
+                bar = warp.cta.barriers[what]
+                line = code.line
+                text = f"barrier {what} ({bar.arrived} of {bar.count} threads have arrived)"
+            elif kind == "mbarrier":
+                text = (
+                    f"mbarrier shared+{what.address - SHARED_START:#x} (phase {what.phase}, parity {what.phase & 1}, "
+                    f"{what.pending} of {what.expected} arrivals pending, {what.tx} transaction bytes outstanding)"
+                )
+            else:
+                text = str(what)
+            if first is None:
+                first = (warp, line)
+            parts.append(f"{warp.name} at PTX line {line} waits for {text}")
+        if first is None:
+            raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
+        self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), first[1], first[0].index, 0, 0))

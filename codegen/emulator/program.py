@@ -1,0 +1,236 @@
+"""Programs and launches: PTX text, arguments, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import alu, asynchronous, control, memops, tensor, tmem
+from .decode import Assembler, DecodedEntry
+from .hazards import Hazard
+from .machine import Run
+from .memory import MODULE_BASE, PARAM_WINDOW, SHARED_START, Mapping, Memory, TensorMap, Uninitialized
+from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
+
+Array = NDArray[Any]
+
+INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem)
+"""The modules whose import fills the instruction table."""
+
+MAX_SHARED_BYTES = 232_448
+MAX_THREADS = 1024
+MAX_LOCAL_BYTES = 1 << 19
+DEFAULT_BUDGET = 200_000_000
+TENSOR_MAP_MAGIC = b"fa4gen.tensormap"
+
+
+class LaunchError(ValueError):
+    """A launch that cannot be made: one line that says why."""
+
+
+@dataclass
+class LaunchResult:
+    """hazards: what the checks found; instructions: warp instructions executed; barriers: completions of bar.sync-style barriers."""
+
+    hazards: list[Hazard] = field(default_factory=list)
+    instructions: int = 0
+    barriers: int = 0
+
+
+def _align(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+class Program:
+    """A PTX module ready to be launched."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.entries: dict[str, Entry] = module.entries
+        self._decoded: dict[str, DecodedEntry] = {}
+        self._layouts: dict[str, tuple[dict[str, tuple[str, int]], int, int]] = {}
+        self._module_addresses, self._module_mappings = self._place_module_variables()
+
+    @classmethod
+    def from_ptx(cls, text: str) -> Program:
+        """Parse PTX and decode every entry. PtxError names the line of anything unknown."""
+        program = cls(parse(text))
+        for name in program.entries:
+            program._decode(name)
+        return program
+
+    # ----------------------------------------------------------------------------------------------------------- variables
+
+    def _place_module_variables(self) -> tuple[dict[str, tuple[str, int]], list[Mapping]]:
+        addresses: dict[str, tuple[str, int]] = {}
+        mappings: list[Mapping] = []
+        variables = [v for v in self.module.variables.values() if v.space in ("global", "const")]
+        for entry in self.module.entries.values():
+            variables += [
+                Variable(f"{entry.name}::{name}", v.space, v.type, v.align, v.size, v.line, v.extern, v.data, v.references)
+                for name, v in entry.variables.items()
+                if v.space in ("global", "const")
+            ]
+        at = MODULE_BASE
+        for variable in variables:
+            if variable.extern and not variable.size:
+                raise PtxError(f"extern variable {variable.name} is not defined in this module", variable.line)
+            at = _align(at, max(variable.align, 16))
+            addresses[variable.name] = ("module", at)
+            raw = bytearray(variable.data if variable.data is not None else bytes(variable.size))
+            array = np.frombuffer(raw, np.uint8)
+            mappings.append(Mapping(at, array, variable.name, writable=variable.space == "global"))
+            at += variable.size + 256
+        for variable, mapping in zip(variables, mappings, strict=True):
+            for position, name, offset in variable.references:
+                known = addresses.get(name)
+                if known is None:
+                    raise PtxError(f"the initialiser of {variable.name} names the unknown {name}", variable.line)
+                size = TYPE_BYTES[variable.type]
+                mapping.array[position : position + size] = np.frombuffer((known[1] + offset).to_bytes(8, "little")[:size], np.uint8)
+        return addresses, mappings
+
+    def _layout(self, entry: Entry) -> tuple[dict[str, tuple[str, int]], int, int]:
+        """(addresses of every variable the entry sees, bytes of static shared memory, bytes of local memory a lane)."""
+        known = self._layouts.get(entry.name)
+        if known is not None:
+            return known
+        addresses = dict(self._module_addresses)
+        for name in entry.variables:
+            inner = f"{entry.name}::{name}"
+            if inner in addresses:
+                addresses[name] = addresses[inner]
+        shared, local = SHARED_START, 0
+        dynamic: list[Variable] = []
+        named = [*self.module.variables.items(), *entry.variables.items()]
+        for name, variable in named:
+            if variable.space == "shared":
+                if variable.extern:
+                    dynamic.append(variable)
+                    continue
+                shared = _align(shared, max(variable.align, 1))
+                addresses[name] = ("shared", shared)
+                shared += variable.size
+            elif variable.space == "local":
+                local = _align(local, max(variable.align, 1))
+                addresses[name] = ("local", local)
+                local += variable.size
+        for variable in dynamic:
+            addresses[variable.name] = ("shared", _align(shared, max(variable.align, 16)))
+        if dynamic:
+            # Dynamic shared memory of all extern arrays is one and the same.
+            shared = max(address for space, address in (addresses[v.name] for v in dynamic))
+        if local > MAX_LOCAL_BYTES:
+            raise PtxError(f"{entry.name} uses {local} bytes of local memory a thread, more than {MAX_LOCAL_BYTES}", entry.line)
+        result = addresses, shared - SHARED_START, local
+        self._layouts[entry.name] = result
+        return result
+
+    def _decode(self, name: str) -> DecodedEntry:
+        decoded = self._decoded.get(name)
+        if decoded is None:
+            entry = self.entries[name]
+            addresses, shared, local = self._layout(entry)
+            decoded = self._decoded[name] = DecodedEntry(Assembler(self.module, entry, addresses, shared, local))
+        return decoded
+
+    # -------------------------------------------------------------------------------------------------------------- launch
+
+    def launch(
+        self,
+        entry: str,
+        grid: Sequence[int] = (1, 1, 1),
+        block: Sequence[int] = (128, 1, 1),
+        smem: int = 0,
+        args: Sequence[Any] = (),
+        memory: Memory | None = None,
+        seed: int = 0,
+        check: bool = True,
+        progress: Callable[[int], None] | None = None,
+        budget: int = DEFAULT_BUDGET,
+    ) -> LaunchResult:
+        """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
+
+        grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions. Arrays are
+        written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
+        """
+        kernel = self.entries.get(entry)
+        if kernel is None:
+            raise LaunchError(f"no entry {entry!r}: the module has {', '.join(self.entries) or 'none'}")
+        grid3, block3 = _dim3("grid", grid), _dim3("block", block)
+        threads = block3[0] * block3[1] * block3[2]
+        if threads > MAX_THREADS or block3[2] > 64:
+            raise LaunchError(f"a block of {threads} threads ({block3}) is larger than {MAX_THREADS} (z at most 64)")
+        if grid3[0] >= 1 << 31 or max(grid3[1:]) > 65535:
+            raise LaunchError(f"grid {grid3} is larger than (2^31-1, 65535, 65535)")
+        if kernel.reqntid is not None and block3 != kernel.reqntid:
+            raise LaunchError(f"{entry} requires a block of {kernel.reqntid}, not {block3}")
+        if kernel.maxntid is not None and threads > kernel.maxntid[0] * kernel.maxntid[1] * kernel.maxntid[2]:
+            raise LaunchError(f"{entry} allows blocks of at most {kernel.maxntid}, not {block3}")
+        decoded = self._decode(entry)
+        _, static, _ = self._layout(kernel)
+        if smem < 0 or static + smem > MAX_SHARED_BYTES:
+            raise LaunchError(f"{static} bytes of static and {smem} of dynamic shared memory are not in 0..{MAX_SHARED_BYTES}")
+        memory = Memory() if memory is None else memory
+        for mapping in self._module_mappings:
+            memory._add(mapping)
+        params, maps = _pack_arguments(kernel, args, memory)
+        run = Run(
+            code=decoded, grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
+            memory=memory, seed=seed, check=check, budget=budget, progress=progress,
+        )  # fmt: skip
+        with np.errstate(all="ignore"):
+            run.run()
+        return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers)
+
+
+def _dim3(what: str, value: Sequence[int]) -> tuple[int, int, int]:
+    values = [value] if isinstance(value, int) else list(value)
+    if not 1 <= len(values) <= 3:
+        raise LaunchError(f"{what} {value!r} does not have one to three dimensions")
+    try:
+        numbers = [int(v) for v in values] + [1] * (3 - len(values))
+    except (TypeError, ValueError):
+        raise LaunchError(f"{what} {value!r} is not made of integers") from None
+    if min(numbers) < 1:
+        raise LaunchError(f"{what} {tuple(numbers)} has a dimension below 1")
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _pack_arguments(kernel: Entry, args: Sequence[Any], memory: Memory) -> tuple[bytes, list[TensorMap]]:
+    if len(args) != len(kernel.params):
+        raise LaunchError(f"{kernel.name} takes {len(kernel.params)} arguments, not {len(args)}")
+    buffer = bytearray(kernel.param_bytes)
+    maps: list[TensorMap] = []
+    for number, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        try:
+            if isinstance(value, TensorMap):
+                memory.map(value.array)
+                raw = TENSOR_MAP_MAGIC + len(maps).to_bytes(8, "little")
+                raw = raw.ljust(128, b"\0")
+                maps.append(value)
+            elif isinstance(value, Uninitialized):
+                raw = memory.poison(value.array).to_bytes(8, "little")
+            elif isinstance(value, np.ndarray) and value.ndim:
+                raw = memory.map(value).to_bytes(8, "little")
+            elif isinstance(value, np.generic | np.ndarray):
+                raw = value.tobytes()
+            elif isinstance(value, bytes | bytearray):
+                raw = bytes(value)
+            else:
+                raise LaunchError(f"argument {number} of {kernel.name} is a {type(value).__name__}: pass arrays, numpy scalars, bytes or a TensorMap")
+        except LaunchError:
+            raise
+        except ValueError as error:
+            raise LaunchError(f"argument {number} of {kernel.name}: {error}") from None
+        if len(raw) != param.size:
+            raise LaunchError(f"argument {number} of {kernel.name} has {len(raw)} bytes, the parameter {param.size}")
+        buffer[param.offset : param.offset + param.size] = raw
+    return bytes(buffer), maps
+
+
+__all__ = ["PARAM_WINDOW", "LaunchError", "LaunchResult", "Program"]
