@@ -197,9 +197,9 @@ def fma_f32(a: F32, b: F32, c: F32, rounding: str = "rn", ftz: bool = False, sat
     """
     if ftz:
         a, b, c = flush_f32(a), flush_f32(b), flush_f32(c)
-    product = np.multiply(a, b, dtype=np.float64)
+    product: F64 = np.multiply(a, b, dtype=np.float64)
     if rounding == "rn":
-        total = product + c
+        total: F64 = np.add(product, c, dtype=np.float64)
         if not (total.view(np.int64) & 0xFFFFFFF).all():
             total = _odd_sum(product, c.astype(np.float64))
         result = total.astype(np.float32)
