@@ -461,17 +461,19 @@ def min_16(a: U16, b: U16, fmt: str, nan: bool = False) -> U16:
     return _extremum_16(a, b, fmt, nan, largest=False)
 
 
-def _canonical_16(x: U16, fmt: str) -> U16:
+def _canonical_16(x: U16, fmt: str | None) -> U16:
+    if fmt is None:
+        return x
     return np.where((x & np.uint16(0x7FFF)) > np.uint16(0x7C00 if fmt == "f16" else 0x7F80), CANONICAL_NAN_16, x)
 
 
-def abs_16(x: U16, fmt: str) -> U16:
-    """abs.f16/.bf16: clears the sign bit; NaN becomes canonical (9.7.4.6)."""
+def abs_16(x: U16, fmt: str | None = None) -> U16:
+    """abs.f16/.bf16: clears the sign bit; NaN becomes canonical, or keeps its payload when no format is given (9.7.4.6)."""
     return _canonical_16(x & np.uint16(0x7FFF), fmt)
 
 
-def neg_16(x: U16, fmt: str) -> U16:
-    """neg.f16/.bf16: flips the sign bit; NaN becomes canonical (9.7.4.5)."""
+def neg_16(x: U16, fmt: str | None = None) -> U16:
+    """neg.f16/.bf16: flips the sign bit; NaN becomes canonical, or keeps its payload when no format is given (9.7.4.5)."""
     return _canonical_16(x ^ np.uint16(0x8000), fmt)
 
 
