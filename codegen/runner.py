@@ -284,6 +284,8 @@ def run(options: RunOptions, console: Console | None = None, errors: Console | N
     geometries = {arch: derive(config, arch) for arch in arches}
     if options.update_golden and not _is_shipped(config):
         raise RunError(f"{config.name} is not a shipped config: it has no goldens")
+    if (save := options.save_path) is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise RunError(f"{save}: {'is a folder' if save.is_dir() else 'no such folder'}")
     problem = attention_problem(config, options)
     backends, notes = choose_backends(options.backend, arches)
     for note in notes:

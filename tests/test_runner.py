@@ -1,0 +1,169 @@
+"""`fa4gen run`: what it prints, what it refuses, and that each kind of failure makes it exit 1."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fa4gen.codegen import golden, reference, runner, units
+from fa4gen.codegen.backends import BackendUnavailable, Compiled
+from fa4gen.codegen.config import load_config
+from fa4gen.codegen.inputs import InputError
+from fa4gen.codegen.runner import RunError, RunOptions
+
+
+def run(**options) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    code = runner.run(RunOptions(**{"backend": "emulator"} | options), Console(file=out, width=200), Console(file=err, width=200))
+    return code, out.getvalue(), err.getvalue()
+
+
+def row(table: str, kernel: str) -> str:
+    lines = [line for line in table.splitlines() if f" {kernel} " in line]
+    assert len(lines) == 1, table
+    return lines[0]
+
+
+def test_prints_a_row_for_each_kernel_and_exits_0(tmp_path):
+    code, table, notes = run(config="d64", arch="sm_90a", save_path=tmp_path / "out.npz")
+    assert code == 0
+    assert "emulator" in notes
+    combine = row(table, "unit_combine")
+    assert "match" in combine
+    assert "emulator" in combine
+    with np.load(tmp_path / "out.npz") as saved:
+        assert saved["sm_90a/unit_combine/ml"].shape == (128, 2)
+        assert saved["sm_90a/unit_combine/out"].dtype == np.float32
+
+
+def test_full_kernel_on_the_users_own_arrays(tmp_path):
+    rng = np.random.default_rng(3)
+    given = {
+        "q": rng.normal(size=(1, 3, 5, 512)).astype(np.float32),
+        "k": rng.normal(size=(1, 70, 1, 512)).astype(np.float32),
+        "v": rng.normal(size=(1, 70, 1, 512)).astype(np.float32),
+    }
+    np.savez(tmp_path / "qkv.npz", **given)
+    code, table, _ = run(config="d512", arch="sm_90a", input_path=tmp_path / "qkv.npz", save_path=tmp_path / "out.npz")
+    assert code == 0, table
+    # Not the golden input: there is nothing to compare with.
+    assert "match" not in row(table, "attention out")
+    bf16 = [given[name].astype(units.DTYPES["bfloat16"]) for name in "qkv"]
+    expected, expected_lse = reference.attention(*bf16, scale=512**-0.5, causal=False)
+    with np.load(tmp_path / "out.npz") as saved:
+        verdicts = runner.judge_attention(saved["out"], saved["lse"], expected, expected_lse)
+    assert all(verdict.ok for verdict in verdicts)
+
+
+def test_a_seed_of_ones_own_has_no_golden():
+    code, table, _ = run(config="d64", arch="sm_90a", seed=5)
+    assert code == 0
+    assert "match" not in table
+
+
+def test_a_result_off_its_golden_is_a_failure(monkeypatch):
+    monkeypatch.setattr(golden, "load", lambda *_: {"out": np.zeros((8, 32, 8), np.uint16), "ml": np.zeros((128, 2), np.uint32)})
+    code, table, _ = run(config="d64", arch="sm_90a")
+    assert code == 1
+    assert "DIFFERS" in row(table, "unit_combine")
+
+
+def with_sources(monkeypatch, old: str, new: str) -> None:
+    compiled_sources = runner.compiled_sources
+
+    def changed(config, arch):
+        modules = compiled_sources(config, arch)
+        assert old in modules["unit.cu"].ptx
+        return modules | {"unit.cu": Compiled(arch, modules["unit.cu"].ptx.replace(old, new))}
+
+    monkeypatch.setattr(runner, "compiled_sources", changed)
+
+
+def test_a_hazard_is_a_failure_and_is_told(monkeypatch):
+    # A barrier of its own for every warpgroup thread count stays legal; reading past the stage does not.
+    with_sources(monkeypatch, "bar.sync", "bar.arrive")
+    code, table, notes = run(config="d64", arch="sm_90a")
+    assert code == 1
+    assert "race" in notes
+    assert "unit_combine" in notes
+
+
+def test_a_result_out_of_bounds_is_a_failure(monkeypatch):
+    with_sources(monkeypatch, "rcp.approx.ftz.f32", "ex2.approx.ftz.f32")
+    code, table, _ = run(config="d64", arch="sm_90a")
+    assert code == 1
+
+
+def test_says_what_is_not_generated():
+    config = next(name for name in ("d256_m2", "d64") if "attention.cu" not in runner.render.render(load_config(name), "sm_90a"))
+    code, table, _ = run(config=config, arch="sm_90a")
+    assert code == 0
+    assert "not generated yet" in row(table, "attention")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "multiple"),
+        ({"keys": 0}, "--keys"),
+        ({"input_path": "qkv.npz", "keys": 5}, "--keys"),
+        ({"save_path": "missing/out.npz"}, "missing/out.npz"),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, options, words):
+    options = {name: tmp_path / value if name.endswith("path") else value for name, value in options.items()}
+    with pytest.raises((RunError, InputError), match=words) as refused:
+        run(config="d64", arch="sm_90a", **options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_failed_save_leaves_no_file(tmp_path):
+    (tmp_path / "out.npz").mkdir()
+    with pytest.raises(RunError, match=r"out\.npz"):
+        run(config="d64", arch="sm_90a", save_path=tmp_path / "out.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_the_gpu_asked_for_and_absent_is_an_error(monkeypatch):
+    from fa4gen.codegen.backends import cuda
+
+    def absent(*_, **__):
+        raise BackendUnavailable("no CUDA driver on this machine")
+
+    monkeypatch.setattr(cuda.CudaBackend, "__init__", absent)
+    with pytest.raises(RunError, match="--backend cuda: no CUDA driver"):
+        run(config="d64", backend="cuda")
+    _, notes = runner.choose_backends("auto", ("sm_90a",))
+    assert notes == ["emulator: no CUDA driver on this machine"]
+
+
+def test_a_gpu_of_another_architecture_leaves_the_rest_to_the_emulator(monkeypatch):
+    from fa4gen.codegen.backends import cuda
+
+    def present(self, *_, **__):
+        self.arch, self.device_name = "sm_90a", "NVIDIA H200"
+
+    monkeypatch.setattr(cuda.CudaBackend, "__init__", present)
+    chosen, notes = runner.choose_backends("auto", ("sm_90a", "sm_100a"))
+    assert [chosen[arch].name for arch in ("sm_90a", "sm_100a")] == ["cuda", "emulator"]
+    assert notes == ["sm_90a: NVIDIA H200", "sm_100a: emulator, the GPU (NVIDIA H200) is sm_90a"]
+    with pytest.raises(RunError, match="sm_100a"):
+        runner.choose_backends("cuda", ("sm_100a",))
+
+
+def test_judging_attention_rejects_nan_and_wrong_empty_rows():
+    q, k, v = golden.attention_input(0, batch=1, q_len=3, q_heads=2, kv_heads=1, keys=2, depth=64, dtype=np.dtype(np.float32))
+    expected = reference.attention(q, k, v, scale=0.125, causal=True)
+    out, lse = expected[0].astype(np.float32), expected[1].astype(np.float32)
+    assert all(verdict.ok for verdict in runner.judge_attention(out, lse, *expected))
+    for index, value in [((0, 2, 0, 5), np.nan), ((0, 0, 0, 0), 1e-6)]:
+        wrong = out.copy()
+        wrong[index] = value
+        assert not runner.judge_attention(wrong, lse, *expected)[0].ok
+    for index, value in [((0, 0, 2), np.nan), ((0, 0, 0), 0.0), ((0, 1, 2), lse[0, 1, 2] + 3e-3)]:
+        wrong = lse.copy()
+        wrong[index] = value
+        assert not runner.judge_attention(out, wrong, *expected)[1].ok
