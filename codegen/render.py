@@ -93,7 +93,7 @@ def _template_line(error: BaseException, default: str) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else default
 
 
-def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None) -> Rendered:
+def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None, *, stream: bool = False) -> Rendered:
     loader = _Loader()
     environment = jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
@@ -128,6 +128,7 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
         "sm100": arch == "sm_100a",
         "header": header,
         "function": function,
+        "stream": stream,
         "symbol": symbol(config, arch),
         "out_ctype": OUT_CTYPES[config.out_dtype],
         "use": use,
@@ -154,6 +155,15 @@ def render_files(config: Config, arch: str) -> dict[str, Rendered]:
 def render(config: Config, arch: str) -> dict[str, str]:
     """File name -> text of the source files of one config and target. Raises ConfigError, RenderError."""
     return {name: rendered.text for name, rendered in render_files(config, arch).items()}
+
+
+@lru_cache(maxsize=64)
+def render_stream(config: Config, arch: str) -> str:
+    """attention.cu without its arithmetic: the same entry, arguments and loads, to measure what the loads alone take.
+
+    Equal to attention.cu where the template has no such variant. Raises ConfigError, RenderError, KeyError where there is no attention.cu.
+    """
+    return _render_file(config, arch, *targets(config, arch)["attention.cu"], stream=True).text
 
 
 def folder(config: Config, arch: str) -> PurePosixPath:
