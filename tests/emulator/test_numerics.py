@@ -240,6 +240,13 @@ def test_max_min_follow_the_nan_and_zero_rules() -> None:
     assert N.max_f32(subnormal, subnormal, ftz=True).view(np.uint32).tolist() == [0, 0x80000000]
 
 
+def test_sign_operations_on_halves() -> None:
+    x = np.array([0x3C00, 0x8000, 0xFC00, 0x7C01, 0xFF81], np.uint16)
+    assert N.neg_16(x, "f16").tolist() == [0xBC00, 0, 0x7C00, 0x7FFF, 0x7FFF]
+    assert N.abs_16(x, "bf16").tolist() == [0x3C00, 0, 0x7C00, 0x7C01, 0x7FFF]
+    assert N.neg_16(x).tolist() == [0xBC00, 0, 0x7C00, 0xFC01, 0x7F81]
+
+
 def test_saturation() -> None:
     x = np.array([-1.0, -0.0, 0.25, 1.5, inf, -inf, nan], np.float32)
     assert N.saturate_f32(x).view(np.uint32).tolist() == np.array([0, 0, 0.25, 1, 1, 0, 0], np.float32).view(np.uint32).tolist()
