@@ -91,3 +91,4 @@ def test_wheel_works_outside_the_repository(archives: dict[str, Path], tmp_path:
     output("-m", "fa4gen.cli", "emit", "--config", "d64.yaml")
     assert (place / "generated/d64/sm_100a/unit.ptx").is_file()
     assert output("-m", "fa4gen.cli", "check", "--config", "d64") == ""
+    assert "unit_combine" in output("-m", "fa4gen.cli", "run", "--config", "d64.yaml", "--arch", "sm_90a", "--backend", "emulator")
