@@ -61,16 +61,17 @@ def _check_rounding(rounding: str) -> None:
 # ------------------------------------------------------------------------------------------------------ shared f32 helpers
 
 
-def _canonical(x: F32) -> F32:
-    """x with every NaN replaced by the canonical one. A dot product of x with itself is NaN only if an element is: one cheap test."""
+def _has_nan(x: F32) -> bool:
+    """Whether an element is NaN. The dot product of x with itself is NaN only then: the cheapest test for a few lanes."""
     if x.ndim == 1:
         square = np.dot(x, x)
-        if square == square:
-            return x
-    nan = x != x
-    if nan.any():
-        x = np.where(nan, _NAN_F32, x)
-    return x
+        return bool(square != square)
+    return bool((x != x).any())
+
+
+def _canonical(x: F32) -> F32:
+    """x with every NaN replaced by the canonical one."""
+    return np.where(x != x, _NAN_F32, x) if _has_nan(x) else x
 
 
 def flush_f32(x: F32) -> F32:
@@ -260,8 +261,11 @@ def _extremum(a: F32, b: F32, ftz: bool, nan: bool, largest: bool) -> F32:
         abits, bbits = a.view(np.uint32), b.view(np.uint32)
         result = np.where(a == b, (abits & bbits if largest else abits | bbits).view(np.float32), result)
     if nan:
-        result = np.where((a != a) | (b != b), _NAN_F32, result)
-    return _canonical(result)
+        return np.where((a != a) | (b != b), _NAN_F32, result)
+    if _has_nan(result):  # of two NaNs, or of one signalling NaN, which fmax treats as it likes
+        result = np.where(a != a, b, np.where(b != b, a, result))
+        result = np.where(result != result, _NAN_F32, result)
+    return result
 
 
 def max_f32(a: F32, b: F32, ftz: bool = False, nan: bool = False) -> F32:
@@ -366,6 +370,7 @@ def _extremum_f64(a: F64, b: F64, largest: bool) -> F64:
     result = (np.fmax if largest else np.fmin)(a, b)
     abits, bbits = a.view(np.uint64), b.view(np.uint64)
     result = np.where(a == b, (abits & bbits if largest else abits | bbits).view(np.float64), result)
+    result = np.where(a != a, b, np.where(b != b, a, result))  # fmax treats signalling NaNs as it likes
     return _nan_f64(result, b, a)
 
 
@@ -692,11 +697,7 @@ def _rcp_ftz(x: F32) -> F32:
 
 def _propagate(result: F32, x: F32) -> F32:
     """result, NaN where x is."""
-    if x.ndim == 1:
-        square = np.dot(x, x)
-        if square == square:
-            return result
-    return np.where(x != x, _NAN_F32, result)
+    return np.where(x != x, _NAN_F32, result) if _has_nan(x) else result
 
 
 def ex2_approx(x: F32, ftz: bool) -> F32:

@@ -236,6 +236,12 @@ def test_max_min_follow_the_nan_and_zero_rules() -> None:
     low = [0x80000000, 0x80000000, 0x3F800000, 0x3F800000, 0x7FFFFFFF, 0xFF800000, 0xC0A00000, 0xC0A00000]
     assert N.min_f32(a, b).view(np.uint32).tolist() == low
     assert N.max_f32(a, b, nan=True).view(np.uint32).tolist()[2:5] == [0x7FFFFFFF] * 3
+    signalling = np.array([0x7F800001], np.uint32).view(np.float32)
+    for count in (1, 32):  # numpy's own fmax differs between the two
+        many, number = np.repeat(signalling, count), np.full(count, -0.0, np.float32)
+        for result in (N.max_f32(many, number), N.max_f32(number, many), N.min_f32(many, number)):
+            assert (result.view(np.uint32) == 0x80000000).all()
+        assert (N.max_f32(many, many).view(np.uint32) == 0x7FFFFFFF).all()
     subnormal = np.array([1, 0x80000001], np.uint32).view(np.float32)
     assert N.max_f32(subnormal, subnormal, ftz=True).view(np.uint32).tolist() == [0, 0x80000000]
 
