@@ -305,6 +305,14 @@ def _neg(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     return simple(asm, np.negative, kind, 1)
 
 
+def _maximum(a: Array, b: Array, out: Array) -> None:
+    np.maximum(a, b, out=out)
+
+
+def _minimum(a: Array, b: Array, out: Array) -> None:
+    np.minimum(a, b, out=out)
+
+
 def _extreme(asm: Assembler, words: list[str], integer: Any, single: Any, half: Any, double: Any) -> Steps:
     kind = kind_of(asm, words)
     ftz, nan = "ftz" in words, "NaN" in words
@@ -320,20 +328,25 @@ def _extreme(asm: Assembler, words: list[str], integer: Any, single: Any, half: 
         return simple(asm, into2(lambda a, b: half(a, b, fmt, nan)), storage(kind), 2)
     if "relu" in words:
         zero = KINDS[kind](0)
-        return simple(asm, into2(lambda a, b: np.maximum(integer(a, b), zero)), kind, 2)
+
+        def clamped(a: Array, b: Array, out: Array) -> None:
+            integer(a, b, out)
+            np.maximum(out, zero, out=out)
+
+        return simple(asm, clamped, kind, 2)
     return simple(asm, integer, kind, 2)
 
 
 @instruction("max")
 def _max(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.1.12, 9.7.3.12, 9.7.4.8"""
-    return _extreme(asm, words, np.maximum, fp.max_f32, fp.max_16, np.fmax)
+    return _extreme(asm, words, _maximum, fp.max_f32, fp.max_16, into2(np.fmax))
 
 
 @instruction("min")
 def _min(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.1.11, 9.7.3.11, 9.7.4.7"""
-    return _extreme(asm, words, np.minimum, fp.min_f32, fp.min_16, np.fmin)
+    return _extreme(asm, words, _minimum, fp.min_f32, fp.min_16, into2(np.fmin))
 
 
 @instruction("sad")

@@ -1,1 +1,893 @@
-"""Being filled."""
+"""mbarriers, bulk copies, tensor copies and cp.async (PTX ISA 9.1 sections 9.7.9.25 to 9.7.9.27 and 9.7.13.15).
+
+An asynchronous copy is checked and recorded when it is issued, under an actor of its own; its bytes move when the scheduler decides, at
+the latest where something waits for them. Loads report to an mbarrier, stores belong to bulk groups of the issuing thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import hazards as hz
+from .access import WINDOWS, check_global, check_shared, global_mapping, race_message, shared_faults, shared_index
+from .alu import Steps
+from .decode import Assembler, Code, instruction, uniform
+from .hazards import Clock
+from .layouts import swizzle_chunks, tma_rows
+from .machine import BLOCK, LANES, MBARRIER_LIMIT, RETRY, Cta, MBarrier, Pending, Warp
+from .memops import ATOMICS, address_reader, space_of
+from .memory import PARAM_WINDOW, SHARED_START, Mapping, TensorMap, geometry_of
+from .numerics import add_f32
+from .ptx import Address, Immediate, Instruction, Operand, Sink
+
+Array = NDArray[Any]
+Int64 = NDArray[np.int64]
+Reader = Callable[[list[Any]], Array]
+
+TENSOR_MAP_MAGIC = b"fa4gen.tensormap"
+
+
+def shared_reader(asm: Assembler, operand: Operand, words: list[str]) -> Reader:
+    """Function of the registers giving 32 addresses in shared memory, from shared or generic addresses."""
+    named = any(w.startswith("shared") for w in words)
+    read, space = address_reader(asm, operand, "shared" if named else "generic")
+    if space == "shared":
+        return read
+    base = np.int64(WINDOWS["shared"])
+    limit = np.int64(1 << 32)
+
+    def generic(r: list[Any]) -> Array:
+        address = read(r)
+        # Inline assembly often passes a 32-bit shared address where a generic one is due; only real generic addresses are moved.
+        return np.where(address >= limit, address - base, address)
+
+    return generic
+
+
+# ------------------------------------------------------------------------------------------------------------------ mbarriers
+
+
+def mbarrier_at(w: Warp, code: Code, address: int, lane: int, strong: bool = True) -> MBarrier:
+    """The object at an address, with the checks of an access to it."""
+    cta = w.cta
+    if cta.check:
+        touch_mbarrier(w, code, address, lane, strong)
+    found = cta.mbarriers.get(address)
+    if found is None:
+        cta.report(
+            "uninitialized",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared+{address - SHARED_START:#x}, where no mbarrier is initialised",
+            code,
+            w,
+            lane,
+            address,
+        )
+        found = cta.mbarriers[address] = MBarrier(address, 1, cta)
+    return found
+
+
+def touch_mbarrier(w: Warp, code: Code, address: int, lane: int, strong: bool) -> None:
+    shadow = w.cta.shadow
+    assert shadow is not None
+    one = np.array([address], np.int64)
+    if shared_faults(w, code, one, np.array([lane], np.int64), 8, True) is not None:
+        return
+    index, wide = shared_index(shadow, one, 8)
+    epochs = w.epochs[lane : lane + 1] + (code.strong_tag if strong else code.tag)
+    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=strong)
+
+
+def _by_address(address: Array, mask: Array) -> list[tuple[int, Int64]]:
+    """[(address, lanes)] of the active lanes."""
+    lanes = np.flatnonzero(mask)
+    active = address[lanes]
+    if (active == active[0]).all():
+        return [(int(active[0]), lanes)]
+    return [(int(at), lanes[active == at]) for at in np.unique(active)]
+
+
+def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, release: bool = True, settle: bool = True) -> int:
+    """Count arrivals; returns the state before."""
+    state = barrier.phase | barrier.pending << 32
+    if w.cta.check and release:
+        barrier.join(w.snapshot())
+    if count > barrier.pending:
+        w.cta.report(
+            "mbarrier",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on shared+{barrier.address - SHARED_START:#x}, "
+            f"whose phase {barrier.phase} waits for {barrier.pending} of {barrier.expected} only",
+            code,
+            w,
+            lane,
+            barrier.address,
+        )
+        count = barrier.pending
+    barrier.pending -= count
+    w.cta.launch.progress_count += 1
+    if settle:
+        barrier.settle()
+    return state
+
+
+def expect(w: Warp, code: Code, barrier: MBarrier, amount: int, lane: int) -> None:
+    barrier.tx += amount
+    w.cta.launch.progress_count += 1
+    if abs(barrier.tx) > MBARRIER_LIMIT:
+        w.cta.report(
+            "mbarrier",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): transaction count {barrier.tx} is beyond 2^20 - 1",
+            code,
+            w,
+            lane,
+            barrier.address,
+        )
+
+
+@instruction("mbarrier.init")
+def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.9"""
+    operands = asm.operands(2)
+    read, count = shared_reader(asm, operands[0], words), asm.source(operands[1], "u32")
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        address = read(r)
+        for lane in np.flatnonzero(w.mask).tolist():
+            at, expected = int(address[lane]), int(r[count][lane])
+            if not 1 <= expected <= MBARRIER_LIMIT:
+                raise ValueError(f"an arrival count of {expected} is not in 1..2^20-1")
+            if w.cta.check:
+                touch_mbarrier(w, code, at, lane, False)
+            old = w.cta.mbarriers.get(at)
+            if old is not None and old.waiting:
+                w.cta.report(
+                    "mbarrier",
+                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared+{at - SHARED_START:#x} while {old.waiting[0][0].name} waits on it",
+                    code,
+                    w,
+                    lane,
+                    at,
+                )
+            w.cta.mbarriers[at] = MBarrier(at, expected, w.cta)
+
+    return step, step
+
+
+@instruction("mbarrier.inval")
+def _inval(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.10"""
+    read = shared_reader(asm, asm.operands(1)[0], words)
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        for at, lanes in _by_address(read(r), w.mask):
+            mbarrier_at(w, code, at, int(lanes[0]), strong=False)
+            w.cta.mbarriers.pop(at, None)
+
+    return step, step
+
+
+@instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
+def _expect_tx(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.11, 9.7.13.15.12"""
+    operands = asm.operands(2)
+    read, amount = shared_reader(asm, operands[0], words), asm.source(operands[1], "u32")
+    complete = ins.opcode.startswith("mbarrier.complete_tx")
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        address = read(r)
+        for lane in np.flatnonzero(w.mask).tolist():
+            barrier = mbarrier_at(w, code, int(address[lane]), lane)
+            value = int(r[amount][lane])
+            if complete:
+                barrier.tx -= value
+                barrier.settle()
+            else:
+                expect(w, code, barrier, value, lane)
+
+    return step, step
+
+
+@instruction("mbarrier.arrive", "mbarrier.arrive_drop")
+def _arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.13, 9.7.13.15.14. Default semantics: release at CTA scope."""
+    drop = ins.opcode.startswith("mbarrier.arrive_drop")
+    with_tx = "expect_tx" in words
+    no_complete = "noComplete" in words
+    operands = list(ins.operands)
+    if operands and isinstance(operands[0], Address):
+        operands.insert(0, Sink())
+    if len(operands) not in (2, 3) or (with_tx and len(operands) != 3):
+        raise asm.error(f"{ins.opcode} does not take {len(ins.operands)} operands")
+    d = asm.destination(operands[0], "u64")
+    read = shared_reader(asm, operands[1], words)
+    extra = asm.source(operands[2], "u32") if len(operands) == 3 else -1
+    release = "relaxed" not in words
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        for at, lanes in _by_address(read(r), w.mask):
+            barrier = mbarrier_at(w, code, at, int(lanes[0]))
+            first = int(lanes[0])
+            if with_tx:
+                expect(w, code, barrier, int(r[extra][lanes].astype(np.int64).sum()), first)
+                count = len(lanes)
+            elif extra >= 0:
+                count = int(r[extra][lanes].astype(np.int64).sum())
+            else:
+                count = len(lanes)
+            if drop:
+                barrier.expected -= count
+            if no_complete and count >= barrier.pending:
+                raise ValueError("an arrival with .noComplete would complete the phase")
+            state = arrive(w, code, barrier, count, first, release)
+            r[d][lanes] = np.uint64(state)
+
+    return step, step
+
+
+@instruction("mbarrier.pending_count")
+def _pending_count(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.17"""
+    operands = asm.operands(2)
+
+    def pending(state: Array, out: Array) -> None:
+        out[...] = state >> np.uint64(32)
+
+    return asm.lanewise(pending, asm.destination(operands[0], "u32"), [asm.source(operands[1], "u64")], "u32")
+
+
+@instruction("mbarrier.test_wait", "mbarrier.try_wait")
+def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.16. A test that fails parks the warp until the phase changes, now and then returning false instead as hardware may."""
+    parity = "parity" in words
+    operands = asm.operands(3, 4)
+    p = asm.destination(operands[0], "pred")
+    read = shared_reader(asm, operands[1], words)
+    token = asm.source(operands[2], "u32" if parity else "u64")
+    acquire = "relaxed" not in words
+    code = asm.code
+
+    def passed(barrier: MBarrier, value: int) -> bool:
+        if parity:
+            return (barrier.phase & 1) != (value & 1)
+        return barrier.phase != (value & 0xFFFF_FFFF)
+
+    def step(w: Warp, r: list[Any]) -> int | None:
+        address, mask = read(r), w.mask
+        lane = int(mask.argmax())
+        group = w.group
+        single = bool((address[mask] == address[lane]).all() and (r[token][mask] == r[token][lane]).all())
+        lanes = [lane] if single else np.flatnonzero(mask).tolist()
+        waiting: MBarrier | None = None
+        for each in lanes:
+            barrier = mbarrier_at(w, code, int(address[each]), each)
+            done = passed(barrier, int(r[token][each]))
+            if not done:
+                waiting = barrier
+            elif acquire and barrier.done is not None and w.cta.check:
+                w.clock.join(barrier.done)
+            if single:
+                if not done and not group.spurious and w.cta.launch.random.random() >= 0.1:
+                    group.blocked = ("mbarrier", barrier, code)
+                    barrier.waiting.append((w, group))
+                    return RETRY
+                np.copyto(r[p], done, where=mask)
+            else:
+                r[p][each] = done
+        if waiting is not None and not single and not group.spurious:
+            # Lanes that test different barriers cannot be parked on one of them: the program polls.
+            w.cta.launch.progress_count += 0
+        group.spurious = False
+        return None
+
+    return step, step
+
+
+# ---------------------------------------------------------------------------------------------------------------- tensor maps
+
+
+def tensor_map_at(w: Warp, code: Code, address: int) -> TensorMap:
+    """The tensor map whose record a generic address points to."""
+    launch = w.cta.launch
+    if address >> 40 == PARAM_WINDOW >> 40:
+        offset = address - PARAM_WINDOW
+        raw = launch.params[offset : offset + 24].tobytes()
+    else:
+        mapping = launch.memory.find(address)
+        raw = b"" if mapping is None else mapping.bytes[address - mapping.base : address - mapping.base + 24].tobytes()
+    if address % 64:
+        raise ValueError(f"the tensor map at {address:#x} is not aligned to 64 bytes")
+    number = int.from_bytes(raw[16:24], "little")
+    if raw[:16] != TENSOR_MAP_MAGIC or number >= len(launch.tensor_maps):
+        raise ValueError(f"there is no tensor map at {address:#x}: pass a TensorMap as the parameter")
+    return launch.tensor_maps[number]
+
+
+class Box:
+    """One box of a tensor map at given coordinates: its rows in global memory and its bytes in shared memory."""
+
+    def __init__(self, w: Warp, tensor_map: TensorMap, coordinates: list[int]) -> None:
+        geometry = geometry_of(tensor_map)
+        if len(coordinates) != len(geometry.shape):
+            raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {len(geometry.shape)}")
+        steps = None if all(s == 1 for s in geometry.element_strides) else geometry.element_strides
+        self.rows = tma_rows(geometry.shape, geometry.strides, geometry.box, coordinates, geometry.element_bytes, steps)
+        self.bytes = self.rows.box_bytes
+        self.swizzle = tensor_map.swizzle
+        self.mapping = w.cta.launch.memory.mapping(tensor_map.array)
+        self.base = self.mapping.base + tensor_map.offset_bytes
+        self.offset = tensor_map.offset_bytes
+        self.fill = tensor_map.oob_nan
+        self.element_bytes = geometry.element_bytes
+
+    def pieces(self) -> tuple[Int64, int]:
+        """(device addresses, size) of equal power-of-two pieces that cover the box's bytes in bounds."""
+        rows = self.rows
+        starts = rows.global_offset if rows.whole else rows.global_offset[rows.inside]
+        if not len(starts):
+            return starts, 16
+        union = int(np.bitwise_or.reduce(starts)) | self.offset | rows.length | 16
+        size = union & -union
+        return ((starts + self.base)[:, None] + np.arange(0, rows.length, size)).reshape(-1), size
+
+    def _columns(self) -> tuple[Array, Array, Int64, Any]:
+        """(words of the mapping, step, first word of each row, rows) for whole-word transfers."""
+        rows = self.rows
+        inside = slice(None) if rows.whole else rows.inside
+        starts = rows.global_offset[inside] + self.offset
+        union = (int(np.bitwise_or.reduce(starts)) if len(starts) else 0) | rows.length | rows.first | 8
+        size = union & -union
+        return self.mapping.words[size], np.arange(rows.length // size), starts // size, inside
+
+    def read(self) -> Array:
+        """The box's bytes, dense, out-of-bounds elements filled."""
+        rows = self.rows
+        words, columns, starts, inside = self._columns()
+        data: Array
+        if rows.whole:
+            data = words[starts[:, None] + columns]
+            return np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        if self.fill:
+            nan = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}.get(self.element_bytes, 0)
+            data = np.full(self.bytes // self.element_bytes, nan, np.dtype(f"u{self.element_bytes}")).view(np.uint8)
+        else:
+            data = np.zeros(self.bytes, np.uint8)
+        if len(starts):
+            table = data.view(words.dtype).reshape(len(rows.inside), -1)
+            first = rows.first // words.dtype.itemsize
+            table[inside, first : first + len(columns)] = words[starts[:, None] + columns]
+        return data
+
+    def write(self, data: Array, combine: Callable[[Array, Array], Array] | None = None) -> None:
+        """Store the box's bytes that are in bounds."""
+        rows = self.rows
+        words, columns, starts, inside = self._columns()
+        if not len(starts):
+            return
+        table = data.view(words.dtype).reshape(len(rows.inside), -1)
+        first = rows.first // words.dtype.itemsize
+        target = starts[:, None] + columns
+        value = table[inside, first : first + len(columns)]
+        words[target] = value if combine is None else combine(words[target], np.ascontiguousarray(value))
+
+
+def gather_box(cta: Cta, address: int, size: int, mode: int) -> Array:
+    """A dense box from (swizzled) shared memory."""
+    chunks = cta.words[8][: len(cta.words[8]) // 2 * 2].reshape(-1, 2)
+    place = address // 16 + swizzle_chunks(address % 1024, size // 16, mode)
+    return chunks[place].view(np.uint8).reshape(-1)
+
+
+def scatter_box(cta: Cta, address: int, data: Array, mode: int) -> None:
+    chunks = cta.words[8][: len(cta.words[8]) // 2 * 2].reshape(-1, 2)
+    place = address // 16 + swizzle_chunks(address % 1024, len(data) // 16, mode)
+    chunks[place] = data.view(np.uint64).reshape(-1, 2)
+
+
+def _shared_box_fault(w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str) -> bool:
+    """Report a box that does not lie in shared memory or is misaligned."""
+    cta = w.cta
+    place = f"{verb} of {size} bytes at shared+{address - SHARED_START:#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
+    if address < SHARED_START or address + size > cta.shared_end:
+        cta.report(
+            "out_of_bounds", f"{place}: the launch has {cta.shared_end - SHARED_START} bytes of shared memory", code, w, lane, address
+        )
+        return True
+    if address % align:
+        cta.report("misaligned", f"{place}: the address must be a multiple of {align}", code, w, lane, address)
+        return True
+    return False
+
+
+def _granules(cta: Cta, address: int, size: int) -> slice:
+    shadow = cta.shadow
+    assert shadow is not None
+    narrow = (address | size | 16) & -(address | size | 16)
+    if narrow < 1 << shadow.shift:
+        shadow.refine(narrow.bit_length() - 1)
+    return slice(address >> shadow.shift, (address + size) >> shadow.shift)
+
+
+def _epoch(actor: int, time: int, lane: int, code: Code) -> np.int64:
+    return np.int64((time << hz.CLOCK_SHIFT) | actor | lane << hz.LANE_SHIFT | int(code.tag))
+
+
+def complete_on(w: Warp, barrier: MBarrier, size: int, slot: tuple[int, int] | None, move: Callable[[], None]) -> None:
+    """Queue an asynchronous write that reports `size` bytes to an mbarrier when it is done."""
+    clock: Clock | None = None
+    if slot is not None:
+        clock = w.snapshot()
+        actor, time = slot
+        if actor >= len(clock.limits):
+            clock.limits = np.concatenate([clock.limits, np.zeros(actor + 1 - len(clock.limits), np.int64)])
+        clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+
+    def complete() -> None:
+        move()
+        barrier.tx -= size
+        barrier.join(clock)
+        barrier.settle()
+
+    w.cta.launch.defer(w.cta, complete)
+
+
+# -------------------------------------------------------------------------------------------------------------- tensor copies
+
+
+def _coordinates(asm: Assembler, operand: Operand, rank: int) -> tuple[int, list[int]]:
+    """(slot of the map's address, slots of the coordinates)."""
+    if not isinstance(operand, Address):
+        raise asm.error(f"{asm.instruction.opcode}: expected [map, {{coordinates}}]")
+    if len(operand.coordinates) != rank:
+        raise asm.error(f"{asm.instruction.opcode}: {len(operand.coordinates)} coordinates for a {rank}d copy")
+    return 0, [asm.source(c, "s32") for c in operand.coordinates]
+
+
+def _map_reader(asm: Assembler, operand: Operand) -> Reader:
+    assert isinstance(operand, Address)
+    read, space = address_reader(asm, operand, "generic")
+    if space == "param":
+        return lambda r: read(r) + np.int64(PARAM_WINDOW)
+    return read
+
+
+def _rank(asm: Assembler, words: list[str]) -> int:
+    rank = next((w for w in words if len(w) == 2 and w[1] == "d" and w[0] in "12345"), "")
+    if not rank:
+        raise asm.error(f"{asm.instruction.opcode} names no dimension")
+    return int(rank[0])
+
+
+@instruction("cp.async.bulk.tensor")
+def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.27.1.2, .tile mode."""
+    rank = _rank(asm, words)
+    for word in words:
+        if word.startswith(("im2col", "tile::")) or word == "multicast::cluster":
+            raise asm.error(f"{ins.opcode}: .{word} is not supported")
+    code = asm.code
+    if "bulk_group" in words:
+        return _tensor_store(asm, ins.operands[0], ins.operands[1], rank, None)
+    if len(ins.operands) < 3 or "global" not in words:
+        raise asm.error(f"{ins.opcode}: this form of copy is not supported")
+    target = shared_reader(asm, ins.operands[0], ["shared"] if any(w.startswith("shared") for w in words) else words)
+    map_address = _map_reader(asm, ins.operands[1])
+    _, coordinates = _coordinates(asm, ins.operands[1], rank)
+    barrier_address = shared_reader(asm, ins.operands[2], words)
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        for lane in np.flatnonzero(w.mask).tolist():
+            tensor_map = tensor_map_at(w, code, int(map_address(r)[lane]))
+            box = Box(w, tensor_map, [int(r[c][lane]) for c in coordinates])
+            address = int(target(r)[lane])
+            barrier = mbarrier_at(w, code, int(barrier_address(r)[lane]), lane)
+            who = f"the tensor load of {w.name}"
+            slot: tuple[int, int] | None = None
+            fault = _shared_box_fault(w, code, address, box.bytes, 128, lane, "write")
+            if cta.check:
+                slot = cta.async_slot(w, who)
+                epoch = _epoch(*slot, lane, code)
+                if not fault:
+                    check_shared(w, code, _granules(cta, address, box.bytes), epoch, True, who=who)
+                starts, size = box.pieces()
+                if len(starts):
+                    check_global(w, code, box.mapping, starts, size, epoch, False, who=who)
+
+            def move(box: Box = box, address: int = address, fault: bool = fault) -> None:
+                if not fault:
+                    scatter_box(cta, address, box.read(), box.swizzle)
+
+            complete_on(w, barrier, box.bytes, slot, move)
+
+    return step, step
+
+
+class BulkGroups:
+    """Bulk groups of one thread: operations since the last commit, and committed groups, oldest first."""
+
+    def __init__(self) -> None:
+        self.time = 1
+        self.open: list[Pending] = []
+        self.groups: list[tuple[int, list[Pending]]] = []
+        self.read_done = 0
+        self.write_done = 0
+
+
+def _bulk(w: Warp, lane: int) -> BulkGroups:
+    found: BulkGroups | None = w.bulk.get(lane)
+    if found is None:
+        found = w.bulk[lane] = BulkGroups()
+    return found
+
+
+def _bulk_actors(w: Warp, lane: int) -> tuple[int, int]:
+    cta = w.cta
+    return (
+        cta.actor(("bulk read", w.index, lane), f"the bulk store of {w.name}"),
+        cta.actor(("bulk write", w.index, lane), f"the bulk store of {w.name}"),
+    )
+
+
+def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, combine: Any) -> Steps:
+    code = asm.code
+    map_address = _map_reader(asm, target)
+    _, coordinates = _coordinates(asm, target, rank)
+    source_address = shared_reader(asm, source, ["shared"])
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        for lane in np.flatnonzero(w.mask).tolist():
+            tensor_map = tensor_map_at(w, code, int(map_address(r)[lane]))
+            box = Box(w, tensor_map, [int(r[c][lane]) for c in coordinates])
+            if not box.mapping.writable:
+                raise ValueError(f"the tensor map's array {box.mapping.name} is read-only")
+            address = int(source_address(r)[lane])
+            groups = _bulk(w, lane)
+            fault = _shared_box_fault(w, code, address, box.bytes, 128, lane, "read")
+            starts, size = box.pieces()
+            if cta.check:
+                reader, writer = _bulk_actors(w, lane)
+                who = f"the bulk store of {w.name}"
+                if not fault:
+                    epoch = _epoch(reader, groups.time, lane, code)
+                    check_shared(w, code, _granules(cta, address, box.bytes), epoch, False, reader=reader, who=who)
+                if len(starts):
+                    check_global(w, code, box.mapping, starts, size, _epoch(writer, groups.time, lane, code), True, who=who)
+
+            def move(box: Box = box, address: int = address, fault: bool = fault) -> None:
+                if not fault:
+                    box.write(gather_box(cta, address, box.bytes, box.swizzle), combine)
+
+            groups.open.append(cta.launch.defer(cta, move))
+
+    return step, step
+
+
+@instruction("cp.async.bulk.prefetch")
+def _prefetch(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.4.3, 9.7.9.27.1.4: checked, without effect."""
+    code = asm.code
+    if words[0] == "tensor":
+        rank = _rank(asm, words)
+        map_address = _map_reader(asm, ins.operands[0])
+        _coordinates(asm, ins.operands[0], rank)
+
+        def step(w: Warp, r: list[Any]) -> None:
+            for lane in np.flatnonzero(w.mask).tolist():
+                tensor_map_at(w, code, int(map_address(r)[lane]))
+
+        return step, step
+
+    def ignore(w: Warp, r: list[Any]) -> None:
+        return None
+
+    return ignore, ignore
+
+
+# ---------------------------------------------------------------------------------------------------------------- bulk copies
+
+
+def _bulk_faults(w: Warp, code: Code, address: int, size: int, lane: int, mapping_of: int, write: bool) -> Mapping | None:
+    """The mapping of a global range, or None after reporting that it is out of bounds or misaligned."""
+    found = w.cta.launch.memory.find(mapping_of)
+    verb = "write" if write else "read"
+    place = f"{verb} of {size} bytes at global address {mapping_of:#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
+    if found is None or mapping_of + size > found.end or (write and not found.writable):
+        nearest = w.cta.launch.memory.nearest(mapping_of)
+        w.cta.report("out_of_bounds", f"{place}: outside every writable mapping (nearest: {nearest})", code, w, lane, mapping_of)
+        return None
+    if mapping_of % 16:
+        w.cta.report("misaligned", f"{place}: the address must be a multiple of 16", code, w, lane, mapping_of)
+        return None
+    return found
+
+
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
+def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.4.1, 9.7.9.25.4.2"""
+    code = asm.code
+    combine: Callable[[Array, Array], Array] | None = None
+    if ins.opcode.startswith("cp.reduce"):
+        kind, operation = words[-1], next((w for w in words if w in ATOMICS), "")
+        if "tensor" in words:
+            if "add" not in words or "bulk_group" not in words:
+                raise asm.error(f"{ins.opcode} is not supported")
+            raise asm.error(f"{ins.opcode} is not supported")
+        if kind == "f32" and operation == "add":
+
+            def combine(old: Array, new: Array) -> Array:
+                return add_f32(old.view(np.float32).reshape(-1), new.view(np.float32).reshape(-1)).view(old.dtype).reshape(old.shape)
+
+        elif kind in ("u32", "s32", "u64", "s64") and operation in ("add", "min", "max", "and", "or", "xor"):
+            dtype = np.dtype(("i" if kind[0] == "s" else "u") + str(int(kind[1:]) // 8))
+            function = ATOMICS[operation]
+
+            def combine(old: Array, new: Array) -> Array:
+                return function(old.view(dtype), new.view(dtype)).view(old.dtype)
+
+        else:
+            raise asm.error(f"{ins.opcode} is not supported")
+    operands = ins.operands
+    to_global = "bulk_group" in words
+    if len(operands) < (3 if to_global else 4) or "global" not in words:
+        raise asm.error(f"{ins.opcode}: this form of copy is not supported")
+    shared_address = shared_reader(asm, operands[1 if to_global else 0], ["shared"])
+    global_address, _ = address_reader(asm, operands[0 if to_global else 1], "global")
+    length = asm.source(operands[2], "u32")
+    barrier_address = shared_reader(asm, operands[3], words) if not to_global else None
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        for lane in np.flatnonzero(w.mask).tolist():
+            size, inside, outside = int(r[length][lane]), int(shared_address(r)[lane]), int(global_address(r)[lane])
+            if size % 16:
+                raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
+            fault = _shared_box_fault(w, code, inside, size, 16, lane, "read" if to_global else "write")
+            mapping = _bulk_faults(w, code, inside, size, lane, outside, to_global)
+            fault = fault or mapping is None
+            starts = np.arange(outside, outside + size, 16)
+            if to_global:
+                groups = _bulk(w, lane)
+                if cta.check and not fault and size:
+                    assert mapping is not None
+                    reader, writer = _bulk_actors(w, lane)
+                    who = f"the bulk store of {w.name}"
+                    check_shared(
+                        w, code, _granules(cta, inside, size), _epoch(reader, groups.time, lane, code), False, reader=reader, who=who
+                    )
+                    check_global(w, code, mapping, starts, 16, _epoch(writer, groups.time, lane, code), True, who=who)
+
+                def put(mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault) -> None:
+                    if fault or mapping is None:
+                        return
+                    data = cta.smem[inside : inside + size]
+                    target = mapping.bytes[outside - mapping.base : outside - mapping.base + size]
+                    if combine is None:
+                        target[...] = data
+                    else:
+                        target[...] = combine(target.copy().view(np.uint64), data.copy().view(np.uint64)).view(np.uint8)
+
+                groups.open.append(cta.launch.defer(cta, put))
+                continue
+            assert barrier_address is not None
+            barrier = mbarrier_at(w, code, int(barrier_address(r)[lane]), lane)
+            slot: tuple[int, int] | None = None
+            if cta.check:
+                who = f"the bulk load of {w.name}"
+                slot = cta.async_slot(w, who)
+                if not fault and size:
+                    assert mapping is not None
+                    epoch = _epoch(*slot, lane, code)
+                    check_shared(w, code, _granules(cta, inside, size), epoch, True, who=who)
+                    check_global(w, code, mapping, starts, 16, epoch, False, who=who)
+
+            def move(mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault) -> None:
+                if not fault and mapping is not None:
+                    cta.smem[inside : inside + size] = mapping.bytes[outside - mapping.base : outside - mapping.base + size]
+
+            complete_on(w, barrier, size, slot, move)
+
+    return step, step
+
+
+@instruction("cp.async.bulk.commit_group")
+def _bulk_commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.3.2"""
+
+    def step(w: Warp, r: list[Any]) -> None:
+        for lane, groups in w.bulk.items():
+            if w.mask[lane]:
+                groups.groups.append((groups.time, groups.open))
+                groups.open = []
+                groups.time += 1
+
+    return step, step
+
+
+@instruction("cp.async.bulk.wait_group")
+def _bulk_wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.3.3. With .read only the sources are known to have been read."""
+    keep = asm.integer(asm.operands(1)[0], "the number of groups")
+    read_only = "read" in words
+
+    def step(w: Warp, r: list[Any]) -> None:
+        for lane, groups in w.bulk.items():
+            if not w.mask[lane]:
+                continue
+            done = groups.groups[: len(groups.groups) - keep] if keep < len(groups.groups) else []
+            for _, pendings in done:
+                for pending in pendings:
+                    w.cta.launch.finish(pending)
+            if not done:
+                continue
+            time = done[-1][0]
+            if w.cta.check:
+                reader, writer = _bulk_actors(w, lane)
+                limits = w.clock.limits
+                limits[reader] = max(int(limits[reader]), time << hz.CLOCK_SHIFT | hz.CLOCK_FILL)
+                if not read_only:
+                    limits[writer] = max(int(limits[writer]), time << hz.CLOCK_SHIFT | hz.CLOCK_FILL)
+            if not read_only:
+                del groups.groups[: len(done)]
+
+    return step, step
+
+
+# ------------------------------------------------------------------------------------------------------------------- cp.async
+
+
+class CopyGroups:
+    """Non-bulk asynchronous copies of a warp."""
+
+    def __init__(self, actor: int) -> None:
+        self.actor = actor
+        self.time = 1
+        self.open: list[Pending] = []
+        self.groups: list[tuple[int, list[Pending]]] = []
+
+
+def _copies(w: Warp) -> CopyGroups:
+    if w.cp_async is None:
+        w.cp_async = CopyGroups(w.cta.actor(("cp.async", w.index), f"cp.async of {w.name}"))
+    result: CopyGroups = w.cp_async
+    return result
+
+
+@instruction("cp.async")
+def _cp_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.2.1"""
+    operands = ins.operands
+    if len(operands) < 3:
+        raise asm.error(f"{ins.opcode} takes at least 3 operands")
+    target = shared_reader(asm, operands[0], ["shared"])
+    source, _ = address_reader(asm, operands[1], "global")
+    size = asm.integer(operands[2], "the copy size")
+    if size not in (4, 8, 16):
+        raise asm.error(f"{ins.opcode}: the copy size is 4, 8 or 16, not {size}")
+    hinted = "L2::cache_hint" in words
+    extra = operands[3] if len(operands) - hinted > 3 else None
+    amount = asm.source(extra, "u32") if extra is not None else -1
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        lanes = np.flatnonzero(w.mask)
+        to, come = target(r)[lanes], source(r)[lanes]
+        good = shared_faults(w, code, to, lanes, size, True)
+        if good is not None:
+            lanes, to, come = lanes[good], to[good], come[good]
+        count = r[amount][lanes].astype(np.int64) if amount >= 0 else np.full(len(lanes), size, np.int64)
+        copies = _copies(w)
+        parts: list[tuple[Mapping, Array, Array, Array]] = []
+        reads = np.flatnonzero(count > 0)
+        if len(reads):
+            for mapping, pick in global_mapping(w, code, come[reads], lanes[reads], size, False):
+                chosen = reads if pick is None else reads[pick]
+                parts.append((mapping, to[chosen], come[chosen], count[chosen]))
+        if cta.check and len(lanes):
+            assert cta.shadow is not None
+            base = np.int64(copies.time << hz.CLOCK_SHIFT | copies.actor | int(code.tag))
+            epochs = (lanes << hz.LANE_SHIFT) + base
+            index, wide = shared_index(cta.shadow, to, size)
+            who = f"cp.async of {w.name}"
+            check_shared(w, code, index, epochs[:, None] if wide else epochs, True, who=who)
+            for mapping, _, start, _ in parts:
+                check_global(w, code, mapping, start, size, base, False, who=who)
+
+        def move() -> None:
+            span = np.arange(size)
+            cta.smem[to[:, None] + span] = 0
+            for mapping, at, start, used in parts:
+                data = mapping.bytes[np.minimum(start - mapping.base, mapping.size - size)[:, None] + span]
+                cta.smem[at[:, None] + span] = np.where(span < used[:, None], data, np.uint8(0))
+
+        copies.open.append(cta.launch.defer(cta, move))
+
+    return step, step
+
+
+@instruction("cp.async.commit_group")
+def _cp_commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.3.1"""
+
+    def step(w: Warp, r: list[Any]) -> None:
+        copies = _copies(w)
+        copies.groups.append((copies.time, copies.open))
+        copies.open = []
+        copies.time += 1
+
+    return step, step
+
+
+def _finish_copies(w: Warp, groups: list[tuple[int, list[Pending]]]) -> None:
+    copies = _copies(w)
+    for time, pendings in groups:
+        for pending in pendings:
+            w.cta.launch.finish(pending)
+        if w.cta.check:
+            limits = w.clock.limits
+            limits[copies.actor] = max(int(limits[copies.actor]), time << hz.CLOCK_SHIFT | hz.CLOCK_FILL)
+
+
+@instruction("cp.async.wait_group", "cp.async.wait_all")
+def _cp_wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25.3.1"""
+    everything = ins.opcode.startswith("cp.async.wait_all")
+    keep = 0 if everything else asm.integer(asm.operands(1)[0], "the number of groups")
+
+    def step(w: Warp, r: list[Any]) -> None:
+        copies = _copies(w)
+        if everything:
+            copies.groups.append((copies.time, copies.open))
+            copies.open = []
+            copies.time += 1
+        count = max(len(copies.groups) - keep, 0)
+        _finish_copies(w, copies.groups[:count])
+        del copies.groups[:count]
+
+    return step, step
+
+
+@instruction("cp.async.mbarrier.arrive")
+def _cp_arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.13.15.15: an arrival once all earlier cp.async of the thread are done; without .noinc the pending count grows first."""
+    read = shared_reader(asm, asm.operands(1)[0], words)
+    increase = "noinc" not in words
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        copies = _copies(w)
+        waits_for = [p for _, pendings in copies.groups for p in pendings] + list(copies.open)
+        time = copies.time
+        copies.groups.append((time, copies.open))
+        copies.open = []
+        copies.time += 1
+        for at, lanes in _by_address(read(r), w.mask):
+            barrier = mbarrier_at(w, code, at, int(lanes[0]))
+            count = len(lanes)
+            if increase:
+                barrier.pending += count
+            clock = w.snapshot() if w.cta.check else None
+            if clock is not None:
+                clock.limits[copies.actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+
+            def complete(barrier: MBarrier = barrier, count: int = count, clock: Clock | None = clock) -> None:
+                for pending in waits_for:
+                    w.cta.launch.finish(pending)
+                barrier.join(clock)
+                barrier.pending -= min(count, barrier.pending)
+                barrier.settle()
+
+            w.cta.launch.defer(w.cta, complete)
+
+    return step, step
+
+
+__all__ = ["BLOCK", "Immediate", "LANES", "arrive", "mbarrier_at", "race_message", "shared_reader", "uniform"]

@@ -96,14 +96,14 @@ class Clock:
         """Component-wise maximum with a clock of the same CTA."""
         mine, theirs = self.limits, other.limits
         if len(mine) == len(theirs):
-            np.maximum(mine, theirs, mine)
+            np.maximum(mine, theirs, out=mine)
         elif len(mine) > len(theirs):
             part = mine[: len(theirs)]
-            np.maximum(part, theirs, part)
+            np.maximum(part, theirs, out=part)
         else:
             grown = theirs.copy()
             part = grown[: len(mine)]
-            np.maximum(part, mine, part)
+            np.maximum(part, mine, out=part)
             self.limits = grown
         if other.foreign is not None:
             self.join_foreign(other.foreign)
@@ -123,7 +123,7 @@ def _maximum(a: Int64, b: Int64) -> Int64:
     if len(a) < len(b):
         a, b = b, a
     result = a.copy()
-    np.maximum(result[: len(b)], b, result[: len(b)])
+    np.maximum(result[: len(b)], b, out=result[: len(b)])
     return result
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import alu, asynchronous, control, memops, tensor, tmem
+from .asynchronous import TENSOR_MAP_MAGIC
 from .decode import Assembler, DecodedEntry
 from .hazards import Hazard
 from .machine import Run
@@ -25,7 +26,7 @@ MAX_SHARED_BYTES = 232_448
 MAX_THREADS = 1024
 MAX_LOCAL_BYTES = 1 << 19
 DEFAULT_BUDGET = 200_000_000
-TENSOR_MAP_MAGIC = b"fa4gen.tensormap"
+
 
 
 class LaunchError(ValueError):

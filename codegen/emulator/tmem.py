@@ -1,1 +1,435 @@
-"""Being filled."""
+"""Tensor memory: allocation, tcgen05.ld, tcgen05.st, waits and fences (PTX ISA 9.1 section 9.7.16).
+
+tcgen05.ld and tcgen05.st are asynchronous operations of their warp: another access is ordered after them only through wait::ld and
+wait::st. A register that a load fills waits implicitly when used, so its value is there at once; a store lands by the wait at the latest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import access, hazards as hz
+from .alu import Steps
+from .asynchronous import shared_reader
+from .control import aligned, nothing
+from .decode import EXIT_HOOKS, Assembler, Code, instruction, uniform
+from .layouts import TMEM_COLUMNS, TMEM_LANES, TMEM_SHAPES, tmem_map, tmem_registers
+from .machine import RETRY, Cta, Group, Pending, Warp
+from .memory import POISON32
+from .ptx import Instruction
+from .tensor import vector_registers
+
+Array = NDArray[Any]
+Int64 = NDArray[np.int64]
+
+
+class TensorMemory:
+    """The 128 lanes x 512 columns of a CTA, who allocated what, and the shadow of its cells."""
+
+    def __init__(self, check: bool) -> None:
+        self.cells: NDArray[np.uint32] = np.full((TMEM_LANES, TMEM_COLUMNS), POISON32, np.uint32)
+        self.allocated = np.zeros(TMEM_COLUMNS, np.bool_)
+        self.blocks: dict[int, tuple[int, Code]] = {}
+        """First column to (columns, the allocating instruction)."""
+        self.smallest = TMEM_COLUMNS
+        self.relinquished = False
+        self.waiting: list[tuple[Warp, Group]] = []
+        self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0, 8) if check else None
+
+
+def tensor_memory(cta: Cta) -> TensorMemory:
+    if cta.tmem is None:
+        cta.tmem = TensorMemory(cta.check)
+    result: TensorMemory = cta.tmem
+    return result
+
+
+class TmemOps:
+    """Loads and stores of one warp since its waits."""
+
+    def __init__(self, w: Warp) -> None:
+        self.load_actor = w.cta.actor(("tcgen05.ld", w.index), f"tcgen05.ld of {w.name}")
+        self.store_actor = w.cta.actor(("tcgen05.st", w.index), f"tcgen05.st of {w.name}")
+        self.load_time = 1
+        self.store_time = 1
+        self.stores: list[Pending] = []
+
+
+def tmem_ops(w: Warp) -> TmemOps:
+    if w.tmem_ops is None:
+        w.tmem_ops = TmemOps(w)
+    result: TmemOps = w.tmem_ops
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------------ allocation
+
+
+def _one_cta(asm: Assembler, words: list[str]) -> None:
+    if "cta_group::2" in words:
+        raise asm.error(f"{asm.instruction.opcode}: pairs of CTAs are not supported")
+
+
+def _columns_fault(w: Warp, code: Code, columns: int) -> bool:
+    if columns in (32, 64, 128, 256, 512):
+        return False
+    w.cta.report(
+        "tmem_allocation", f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}): the number is a power of two in 32..512", code, w
+    )
+    return True
+
+
+@instruction("tcgen05.alloc")
+def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.7.1"""
+    _one_cta(asm, words)
+    operands = asm.operands(2)
+    read = shared_reader(asm, operands[0], words)
+    count = asm.source(operands[1], "u32")
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> int | None:
+        cta = w.cta
+        memory = tensor_memory(cta)
+        columns = uniform(r[count], w, "the number of columns")
+        if _columns_fault(w, code, columns):
+            columns = min(max(32, 1 << (columns - 1).bit_length()), TMEM_COLUMNS) if columns > 0 else 32
+        if memory.relinquished:
+            cta.report("tmem_allocation", f"{code.opcode} by {w.name} (PTX line {code.line}) after the permit was relinquished", code, w)
+        if columns > memory.smallest:
+            cta.report(
+                "tmem_allocation",
+                f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}) after one of {memory.smallest}: sizes must not increase",
+                code,
+                w,
+            )
+        for first in range(0, TMEM_COLUMNS - columns + 1, 32):
+            if not memory.allocated[first : first + columns].any():
+                break
+        else:
+            w.group.blocked = ("tmem", f"{columns} free columns of tensor memory", code)
+            memory.waiting.append((w, w.group))
+            return RETRY
+        memory.smallest = columns
+        memory.allocated[first : first + columns] = True
+        memory.blocks[first] = (columns, code)
+        # What an earlier owner left is not this one's data.
+        memory.cells[:, first : first + columns] = POISON32
+        if memory.shadow is not None:
+            memory.shadow.write.reshape(TMEM_LANES, TMEM_COLUMNS)[:, first : first + columns] = 0
+            memory.shadow.read.reshape(TMEM_LANES, TMEM_COLUMNS, -1)[:, first : first + columns] = 0
+        address = np.asarray(read(r), np.int64)
+        lane = int(w.mask.argmax())
+        access.store(w, code, "shared", address[lane : lane + 1], np.array([lane]), 4, [np.array([first], np.uint32)])
+        cta.launch.progress_count += 1
+        return None
+
+    return aligned(asm, (step, step))
+
+
+@instruction("tcgen05.dealloc")
+def _dealloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.7.1"""
+    _one_cta(asm, words)
+    operands = asm.operands(2)
+    base, count = asm.source(operands[0], "u32"), asm.source(operands[1], "u32")
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        memory = tensor_memory(cta)
+        address, columns = uniform(r[base], w, "the address"), uniform(r[count], w, "the number of columns")
+        first = address & 0xFFFF
+        block = memory.blocks.get(first)
+        if block is None or address >> 16 or block[0] != columns:
+            what = "is not allocated" if block is None else f"was allocated with {block[0]} columns at PTX line {block[1].line}"
+            cta.report(
+                "tmem_allocation",
+                f"{code.opcode} of {columns} columns at tensor memory address {address:#x} by {w.name} (PTX line {code.line}): the block {what}",
+                code,
+                w,
+                0,
+                address,
+            )
+            if block is None:
+                return
+        assert block is not None
+        if memory.shadow is not None:
+            _check_free(w, code, memory, first, block[0])
+        del memory.blocks[first]
+        memory.allocated[first : first + block[0]] = False
+        for other, group in memory.waiting:
+            other.wake(group)
+        memory.waiting.clear()
+
+    return aligned(asm, (step, step))
+
+
+def _check_free(w: Warp, code: Code, memory: TensorMemory, first: int, columns: int) -> None:
+    """Freeing is an access to every cell: whatever used them must have happened before."""
+    shadow = memory.shadow
+    assert shadow is not None
+    index = (np.arange(TMEM_LANES)[:, None] * TMEM_COLUMNS + np.arange(first, first + columns)).reshape(-1)
+    found = shadow.write_conflict(index, w.clock.limits, False)
+    if found is not None:
+        bad, before = found
+        place = int(bad.argmax())
+        other = w.cta.access_of(int(before[place]))
+        cell = int(index[place])
+        w.cta.report("race", access.race_message(w, code, "deallocation", access.tmem_place(cell), 0, other), code, w, 0, _address(cell), other)
+
+
+@instruction("tcgen05.relinquish_alloc_permit")
+def _relinquish(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.7.1"""
+    _one_cta(asm, words)
+
+    def step(w: Warp, r: list[Any]) -> None:
+        tensor_memory(w.cta).relinquished = True
+
+    return aligned(asm, (step, step))
+
+
+def _report_leaks(cta: Cta, warp: Warp) -> None:
+    if cta.tmem is None:
+        return
+    for first, (columns, code) in cta.tmem.blocks.items():
+        cta.report(
+            "tmem_allocation",
+            f"{columns} columns of tensor memory from column {first}, allocated at PTX line {code.line}, are not deallocated when the CTA exits",
+            code,
+            warp,
+            0,
+            first,
+        )
+
+
+EXIT_HOOKS.append(_report_leaks)
+
+
+# ------------------------------------------------------------------------------------------------------------- loads and stores
+
+
+def _address(cell: int) -> int:
+    """Tensor memory address (lane << 16 | column) of a cell number."""
+    return (cell >> 9) << 16 | (cell & 511)
+
+
+def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: Int64, write: bool) -> tuple[Int64, Int64, Array | None]:
+    """(lanes, columns, cells that exist or None for all) of an access, after the checks of lanes, bounds and allocation."""
+    cta = w.cta
+    memory = tensor_memory(cta)
+    base, first = address >> 16, address & 0xFFFF
+    quarter = w.index % 4
+    verb = "write" if write else "read"
+    # A base lane below 32 counts from the warp's own quarter, as hardware takes it.
+    if base >= 32 and base // 32 != quarter:
+        cta.report(
+            "tmem_lane",
+            f"{verb} of tensor memory lane {base} by {w.name} (PTX line {code.line}): the warp reaches lanes {32 * quarter} to {32 * quarter + 31} only",
+            code,
+            w,
+            0,
+            address,
+        )
+    elif base % 32 + TMEM_SHAPES[shape][2] > 32:
+        cta.report(
+            "tmem_lane",
+            f"{verb} of tensor memory lanes {base % 32} to {base % 32 + TMEM_SHAPES[shape][2] - 1} of its quarter by {w.name} (PTX line {code.line})",
+            code,
+            w,
+            0,
+            address,
+        )
+    lanes = lane + 32 * quarter + base % 32 if base < 32 or base // 32 == quarter else lane + base
+    columns = column + first
+    valid: Array | None = None
+    if int(columns.max()) >= TMEM_COLUMNS or int(lanes.max()) >= TMEM_LANES:
+        valid = (columns < TMEM_COLUMNS) & np.broadcast_to(lanes if lanes.ndim == columns.ndim else lanes[..., None], columns.shape) < TMEM_LANES
+        valid = (columns < TMEM_COLUMNS) & ((lanes if lanes.ndim == columns.ndim else lanes[..., None]) < TMEM_LANES)
+        place = int((~valid).argmax())
+        cta.report(
+            "out_of_bounds",
+            f"{verb} of tensor memory column {int(columns.flat[place])} by {w.name} (PTX line {code.line}): there are {TMEM_COLUMNS} columns",
+            code,
+            w,
+            0,
+            address,
+        )
+    if cta.check:
+        used = memory.allocated[np.minimum(columns, TMEM_COLUMNS - 1)]
+        if not used.all():
+            column_ = int(columns.flat[int((~used).argmax())])
+            if column_ < TMEM_COLUMNS:
+                cta.report(
+                    "tmem_allocation",
+                    f"{verb} of tensor memory column {column_} by {w.name} (PTX line {code.line}), which is not allocated",
+                    code,
+                    w,
+                    0,
+                    column_,
+                )
+    return lanes, columns, valid
+
+
+def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, reader: int, who: str) -> None:
+    """Race and initialisation checks of cells (lane * 512 + column), then record the access."""
+    shadow = tensor_memory(w.cta).shadow
+    assert shadow is not None
+    limits = w.clock.limits
+    if write:
+        found = shadow.write_conflict(index, limits, False)
+        if found is not None:
+            _race(w, code, index, found[0], found[1], epochs, "write", who)
+        shadow.write[index] = epochs
+        return
+    bad, never, last = shadow.read_conflict(index, limits, False)
+    if bad is not None:
+        _race(w, code, index, bad, last, epochs, "read", who)
+    if never is not None:
+        place = int(never.argmax())
+        cell = int(index.flat[place])
+        lane = int(np.broadcast_to(epochs, index.shape).flat[place]) >> hz.LANE_SHIFT & 31
+        w.cta.report(
+            "uninitialized",
+            f"read of {access.tmem_place(cell)} by {who} lane {lane} (PTX line {code.line}), which nothing has written",
+            code,
+            w,
+            lane,
+            _address(cell),
+        )
+    shadow.read[index, shadow.column(reader)] = epochs
+
+
+def _race(w: Warp, code: Code, index: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
+    place = int(bad.argmax())
+    cell = int(index.flat[place])
+    lane = int(np.broadcast_to(epochs, index.shape).flat[place]) >> hz.LANE_SHIFT & 31
+    other = w.cta.access_of(int(before.flat[place]))
+    w.cta.report("race", access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who), code, w, lane, _address(cell), other)
+
+
+def _form(asm: Assembler, words: list[str]) -> tuple[str, int, bool]:
+    shape = next((w for w in words if w in TMEM_SHAPES), "")
+    num = next((int(w[1:]) for w in words if w[:1] == "x" and w[1:].isdigit()), 0)
+    if not shape or not num or words[-1] != "b32":
+        raise asm.error(f"{asm.instruction.opcode} is not supported")
+    return shape, num, "pack::16b" in words or "unpack::16b" in words
+
+
+def _epochs(w: Warp, actor: int, time: int, code: Code, index: Int64) -> Array:
+    lanes = np.arange(32, dtype=np.int64) << hz.LANE_SHIFT
+    epochs = lanes + np.int64(time << hz.CLOCK_SHIFT | actor | int(code.tag))
+    return np.broadcast_to(epochs.reshape(32, *([1] * (index.ndim - 1))), index.shape)
+
+
+@instruction("tcgen05.ld")
+def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.8.1"""
+    shape, num, pack = _form(asm, words)
+    if "red" in words:
+        raise asm.error(f"{ins.opcode} is not supported")
+    operands = asm.operands(3 if shape == "16x32bx2" else 2)
+    rows = vector_registers(asm, operands[0], tmem_registers(shape, num))
+    split = asm.integer(operands[2], "the half split") if shape == "16x32bx2" else 0
+    lane, column = tmem_map(shape, num, split, pack)
+    slot, offset, _ = asm.address(operands[1], "tensor")
+    code = asm.code
+    whole = shape == "32x32b" and not pack
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        address = uniform(r[slot] if offset is None else r[slot] + offset, w, "the tensor memory address")
+        lanes, columns, valid = _cells(w, code, address, shape, lane, column, False)
+        if pack:
+            lanes = lanes[..., None]
+        memory = tensor_memory(cta)
+        if cta.check:
+            index = np.broadcast_to(np.minimum(lanes, TMEM_LANES - 1) * TMEM_COLUMNS + np.minimum(columns, TMEM_COLUMNS - 1), columns.shape)
+            state = tmem_ops(w)
+            epochs = _epochs(w, state.load_actor, state.load_time, code, index)
+            check_tmem(w, code, index, epochs, False, state.load_actor, f"tcgen05.ld of {w.name}")
+        if valid is None:
+            if whole:
+                first, top = int(columns[0, 0]), int(lanes[0, 0])
+                w.B32[rows] = memory.cells[top : top + 32, first : first + num].T
+                return
+            cells = memory.cells[lanes, columns]
+        else:
+            cells = np.where(valid, memory.cells[np.minimum(lanes, TMEM_LANES - 1), np.minimum(columns, TMEM_COLUMNS - 1)], np.uint32(POISON32))
+        if pack:
+            cells = (cells[..., 0] & np.uint32(0xFFFF)) | cells[..., 1] << np.uint32(16)
+        w.B32[rows] = cells.T
+
+    return aligned(asm, (step, step))
+
+
+@instruction("tcgen05.st")
+def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.8.2"""
+    shape, num, unpack = _form(asm, words)
+    operands = asm.operands(3 if shape == "16x32bx2" else 2)
+    split = asm.integer(operands[1], "the half split") if shape == "16x32bx2" else 0
+    rows = vector_registers(asm, operands[-1], tmem_registers(shape, num))
+    lane, column = tmem_map(shape, num, split, unpack)
+    slot, offset, _ = asm.address(operands[0], "tensor")
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        address = uniform(r[slot] if offset is None else r[slot] + offset, w, "the tensor memory address")
+        lanes, columns, valid = _cells(w, code, address, shape, lane, column, True)
+        value = w.B32[rows].T
+        if unpack:
+            lanes = lanes[..., None]
+            value = np.stack([value & np.uint32(0xFFFF), value >> np.uint32(16)], axis=-1)
+        memory = tensor_memory(cta)
+        lanes = np.broadcast_to(lanes, columns.shape)
+        if valid is not None:
+            lanes, columns, value = lanes[valid], columns[valid], value[valid]
+        state = tmem_ops(w)
+        if cta.check:
+            index = lanes * TMEM_COLUMNS + columns
+            if valid is None:
+                epochs: Any = _epochs(w, state.store_actor, state.store_time, code, index)
+            else:
+                epochs = np.int64(state.store_time << hz.CLOCK_SHIFT | state.store_actor | int(code.tag))
+            check_tmem(w, code, index, epochs, True, -1, f"tcgen05.st of {w.name}")
+
+        def land() -> None:
+            memory.cells[lanes, columns] = value
+
+        state.stores.append(cta.launch.defer(cta, land))
+
+    return aligned(asm, (step, step))
+
+
+@instruction("tcgen05.wait::ld", "tcgen05.wait::st")
+def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.8.5"""
+    loads = ins.opcode.startswith("tcgen05.wait::ld")
+
+    def step(w: Warp, r: list[Any]) -> None:
+        state = tmem_ops(w)
+        if loads:
+            actor, time = state.load_actor, state.load_time
+            state.load_time += 1
+        else:
+            actor, time = state.store_actor, state.store_time
+            state.store_time += 1
+            for pending in state.stores:
+                w.cta.launch.finish(pending)
+            state.stores.clear()
+        if w.cta.check:
+            w.clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+
+    return aligned(asm, (step, step))
+
+
+@instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.16.6.4: orders tcgen05 operations with thread synchronisation, which this model sees through the waits."""
+    return nothing, nothing
