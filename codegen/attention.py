@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +13,17 @@ from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
 from .geometry import Geometry, symbol
-from .geometry_sm90 import SWIZZLE_BYTES, Sm90Geometry
+from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry
+
+if TYPE_CHECKING:
+    from .backends import Argument
 
 H200_SMS = 132
+# Costs of a split, in key tiles: what a CTA spends beside its tiles, on a merge, and on each partition of it.
+WAVE_TILES = 0.5
+MERGE_TILES = 0.5
+MERGE_PARTITION_TILES = 0.1
+MAX_WAVES = 4
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -45,6 +53,46 @@ def tiling(tile_rows: int, q_len: int, group: int) -> Tiling:
     return Tiling(heads, positions, tiles_per_position, -(-q_len // positions) * tiles_per_position)
 
 
+@dataclass(frozen=True)
+class Split:
+    """Partitions of the keys: `partitions` of `tiles` key tiles each cover them, the last may be shorter."""
+
+    tiles: int
+    partitions: int
+
+
+def fixed_split(key_tiles: int, partition_keys: int, block_keys: int) -> Split:
+    """Partitions of `partition_keys` keys each, whatever else is in the batch.
+
+    Raises ValueError unless that is whole key tiles, and at most MAX_PARTITIONS partitions.
+    """
+    if partition_keys < block_keys or partition_keys % block_keys:
+        raise ValueError(f"a partition of {partition_keys} keys is not a positive multiple of {block_keys}")
+    tiles = partition_keys // block_keys
+    split = Split(tiles, -(-key_tiles // tiles))
+    if split.partitions > MAX_PARTITIONS:
+        raise ValueError(f"partitions of {partition_keys} keys would be {split.partitions}; at most {MAX_PARTITIONS} are merged")
+    return split
+
+
+def auto_split(key_tiles: int, query_tiles: int, ctas: int) -> Split:
+    """The split that finishes first on `ctas` CTAs that run at once, in units of a key tile: whole partitions in as few waves as pay.
+
+    Every wave costs a start, and a split query tile a merge that grows with its partitions.
+    """
+    best = Split(key_tiles, 1)
+    best_cost = math.inf
+    for partitions in range(1, min(key_tiles, MAX_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
+        tiles = -(-key_tiles // partitions)
+        if -(-key_tiles // tiles) != partitions:
+            continue
+        waves = -(-query_tiles * partitions // ctas)
+        cost = waves * (tiles + WAVE_TILES) + (MERGE_TILES + MERGE_PARTITION_TILES * partitions if partitions > 1 else 0)
+        if cost < best_cost:
+            best, best_cost = Split(tiles, partitions), cost
+    return best
+
+
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of the full kernel."""
     geo = _sm90(geo)
@@ -64,13 +112,19 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("kv_heads", "unsigned", "KV heads"),
         ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
         ("scale", "float", "softmax scale"),
+        ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
+        ("partitions", "unsigned", f"partitions that cover the keys, at most {geo.max_partitions}; 1 needs no workspace"),
+        ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
+        ("partial_lse", "float*", "workspace, [query tiles * partitions][32] float32: log2 of the LSE of each partition"),
+        ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
     ]
     return {
         "name": symbol(config, geo.arch),
         "block": [geo.threads, 1, 1],
         "grid": [
-            f"at most batch * kv_heads * ceil(q_len / positions) * ceil(group / {geo.tile_rows}) CTAs, "
-            f"heads = min(group, {geo.tile_rows}), positions = {geo.tile_rows} / heads",
+            "at most query tiles * partitions CTAs: "
+            f"query tiles = batch * kv_heads * ceil(q_len / positions) * ceil(group / {geo.tile_rows}), "
+            f"positions = {geo.tile_rows} / min(group, {geo.tile_rows})",
             1,
             1,
         ],
@@ -90,12 +144,15 @@ def attention_launch(
     *,
     scale: float | None = None,
     ctas: int = H200_SMS,
+    partition_keys: int | Literal["auto"] | None = None,
 ) -> Launch:
     """The launch that fills `out` and `lse`.
 
     q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
     multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
-    scale: softmax scale, default 1 / sqrt(depth). ctas: most CTAs of the grid; each takes several tiles where there are more.
+    scale: softmax scale, default 1 / sqrt(depth). ctas: most CTAs of the grid; each takes several items where there are more.
+    partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
+    but a sequence's bits depend on what else is in the batch); None: all keys in one partition.
     Raises ValueError where an array does not fit.
     """
     geo = _sm90(geo)
@@ -117,8 +174,19 @@ def attention_launch(
         raise ValueError(f"scale {scale} is not finite")
 
     tiles = tiling(geo.tile_rows, q_len, group)
-    items = batch * kv_heads * tiles.q_tiles
-    args = (
+    query_tiles = batch * kv_heads * tiles.q_tiles
+    key_tiles = -(-keys // geo.block_keys)
+    if partition_keys is None:
+        split = Split(key_tiles, 1)
+    elif partition_keys == "auto":
+        split = auto_split(key_tiles, query_tiles, ctas)
+    else:
+        split = fixed_split(key_tiles, partition_keys, geo.block_keys)
+    items = query_tiles * split.partitions
+    # As many CTAs as it takes to do all waves in step.
+    grid = -(-items // -(-items // ctas))
+    parts = items if split.partitions > 1 else 1
+    args: tuple[Argument, ...] = (
         _query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize),
         _key_map(geo, k),
         _key_map(geo, v),
@@ -126,8 +194,13 @@ def attention_launch(
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
+        np.uint32(split.tiles),
+        np.uint32(split.partitions),
+        Uninitialized(np.empty((parts, geo.tile_rows * geo.depth), np.float32)),
+        Uninitialized(np.empty((parts, WARP_THREADS), np.float32)),
+        np.zeros(query_tiles, np.uint32),
     )
-    return Launch(symbol(config, geo.arch), (min(items, ctas), 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+    return Launch(symbol(config, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 
 
 def _sm90(geo: Geometry) -> Sm90Geometry:

@@ -20,6 +20,8 @@ REGISTERS_PER_SM = 65_536
 MAX_REGISTERS = 255
 REGISTER_STEP = 8
 P_BUFFERS = 2
+LAST_BYTES = 16  # a flag for the consumers and one for each producer
+MAX_PARTITIONS = 64
 MIN_SLOTS_PER_RING = 2
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 
@@ -53,6 +55,8 @@ class Sm90Geometry(Geometry):
     out_chunk_cols, out_chunks: columns of O in 128 bytes, chunks of the tile
     out_region: where the O tile is staged: over "q" when it has Q's size, else over the "merge_o" of two warpgroups, else in "out"
     merge_bytes: what the warpgroups hand each other in the level-2 merge, O f32; 0 for one warpgroup
+    max_partitions: most partitions of the keys; block_floats: of an O block of all lanes
+    piece_blocks, piece_bytes: O blocks that pass through a ring slot at once when partitions are merged
     smem_map: offsets and sizes in bytes
     """
 
@@ -85,6 +89,10 @@ class Sm90Geometry(Geometry):
     out_chunks: int
     out_region: str
     merge_bytes: int
+    max_partitions: int
+    block_floats: int
+    piece_blocks: int
+    piece_bytes: int
     smem_map: tuple[Region, ...]
 
     def offset(self, name: str) -> int:
@@ -130,10 +138,13 @@ def derive_sm90(config: Config) -> Sm90Geometry:
                 ("merge_o", merge_bytes),
                 ("merge_ml", 2 * WARP_THREADS * 2 * F32_BYTES if warpgroups == 2 else 0),
                 ("exchange", shape["exchange_bytes"]),
+                ("weights", MAX_PARTITIONS * WARP_THREADS * F32_BYTES),
+                ("last", LAST_BYTES),
                 ("mbar_full", slots * MBARRIER_BYTES),
                 ("mbar_empty", slots * MBARRIER_BYTES),
                 ("mbar_q_full", q_buffers * MBARRIER_BYTES),
                 ("mbar_q_empty", q_buffers * MBARRIER_BYTES),
+                ("mbar_verdict", warpgroups * MBARRIER_BYTES),
             ]
         )
 
@@ -160,10 +171,13 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     consumer_registers = producer_registers = 0
     if warpgroups == 2:
         producer_warps = 4
-        producer_registers = 24
+        producer_registers = 40
         left = REGISTERS_PER_SM - producer_warps * WARP_THREADS * producer_registers
         consumer_registers = min(MAX_REGISTERS, left // (warpgroups * WARPGROUP_THREADS)) // REGISTER_STEP * REGISTER_STEP
     stmatrix_matrices = min(4, lane_rows)
+    kept_blocks = -(-depth // MMA_M // warpgroups)
+    block_floats = tile_rows // 2 * WARPGROUP_THREADS
+    piece_blocks = max(1, min(slot_bytes // (block_floats * F32_BYTES), kept_blocks))
 
     return Sm90Geometry(
         arch="sm_90a",
@@ -172,7 +186,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         ring_slots=ring_slots,
         slot_bytes=slot_bytes,
         smem_bytes=smem_bytes,
-        mbarriers=2 * ring_slots + 2 * q_buffers,
+        mbarriers=2 * ring_slots + 2 * q_buffers + warpgroups,
         tmem_columns=0,
         tmem_columns_allocated=0,
         threads=warpgroups * WARPGROUP_THREADS + producer_warps * WARP_THREADS,
@@ -188,7 +202,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         chunk_units=chunk_bytes // DESCRIPTOR_UNIT_BYTES,
         q_chunk_units=q_chunk_bytes // DESCRIPTOR_UNIT_BYTES,
         o_blocks=depth // MMA_M,
-        kept_blocks=-(-depth // MMA_M // warpgroups),
+        kept_blocks=kept_blocks,
         fragment=tile_rows // 2,
         lane_rows=lane_rows,
         lane_rows_log2=lane_rows.bit_length() - 1,
@@ -204,5 +218,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         out_chunks=depth * out_bytes // SWIZZLE_BYTES,
         out_region=out_region,
         merge_bytes=merge_bytes,
+        max_partitions=MAX_PARTITIONS,
+        block_floats=block_floats,
+        piece_blocks=piece_blocks,
+        piece_bytes=piece_blocks * block_floats * F32_BYTES,
         smem_map=smem_map,
     )
