@@ -117,7 +117,8 @@ def check_shared(
             lane,
             at,
         )
-    shadow.read[index, shadow.column(w.actor if reader is None else reader)] = epochs
+    column = shadow.column(w.actor if reader is None else reader)
+    shadow.read[index, column] = epochs
 
 
 def _granule(index: Any, place: int) -> int:

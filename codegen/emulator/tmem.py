@@ -301,7 +301,8 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
             lane,
             _address(cell),
         )
-    shadow.read[index, shadow.column(reader)] = epochs
+    column_of_reader = shadow.column(reader)
+    shadow.read[index, column_of_reader] = epochs
 
 
 def _race(w: Warp, code: Code, index: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
