@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .config import WARPGROUP_THREADS, Config, require
 from .geometry import (
     F32_BYTES,
+    MAX_ACCUMULATOR_READ_COLS,
     MAX_MMA_N,
     MBARRIER_BYTES,
     MIN_TMEM_ALLOCATION,
@@ -25,6 +26,8 @@ P_STAGES = 2
 MMA_K = 16
 TMEM_ADDRESS_BYTES = 4
 SMEM_ALIGN_BYTES = 16
+SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern
+CORRECTION_COLS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,167 @@ class Sm100Geometry(Geometry):
     correction_bytes: int
     tmem_map: tuple[Region, ...]
     smem_map: tuple[Region, ...]
+
+    # What only the full kernel needs: derived from the fields above, and not part of the manifest.
+
+    def offset(self, name: str) -> int:
+        """Offset in bytes of a region of `smem_map`. Raises KeyError."""
+        return _region(self.smem_map, name).offset
+
+    def column(self, name: str) -> int:
+        """First TMEM column of a region of `tmem_map`, relative to the allocation. Raises KeyError."""
+        return _region(self.tmem_map, name).offset
+
+    def arena(self, name: str) -> int:
+        """Offset in bytes of a region of `arena_map`, from the start of shared memory. Raises KeyError."""
+        return _region(self.arena_map, name).offset
+
+    @property
+    def shared_key(self) -> bool:
+        """Whether P is a tile in shared memory: parts are depth bands of one O, not key partitions."""
+        return self.p_bytes > 0
+
+    @property
+    def layout_e(self) -> bool:
+        """Whether the parts are the two key halves of an M = 64 accumulator, whose V sub-tile holds the full depth of a key chunk."""
+        return not self.shared_key and self.m_pack == 2
+
+    @property
+    def threads(self) -> int:
+        """Softmax warpgroups, one correction warpgroup, and one warpgroup of which the load warp and the MMA warp work."""
+        return (self.warpgroups + 2) * WARPGROUP_THREADS
+
+    @property
+    def softmax_registers(self) -> int:
+        """setmaxnreg of a softmax thread, which holds s_cols scores; all budgets together fill the register file at two warpgroups."""
+        return 192
+
+    @property
+    def correction_registers(self) -> int:
+        """setmaxnreg of a correction thread."""
+        return 88
+
+    @property
+    def issue_registers(self) -> int:
+        """setmaxnreg of the warpgroup that holds the load warp and the MMA warp."""
+        return 40
+
+    @property
+    def q_chunk_bytes(self) -> int:
+        """64 depth columns of the Q tile: [rows][128 bytes]."""
+        return self.rows * SWIZZLE_BYTES
+
+    @property
+    def pv_chunks(self) -> int:
+        """Key chunks of a V tile (of each part's keys, where parts have keys of their own)."""
+        return self.v_slots // self.o_tiles
+
+    @property
+    def pv_steps(self) -> int:
+        """MMAs (of 16 keys) along one key chunk."""
+        return self.pv_key_chunk // MMA_K
+
+    @property
+    def s_read_cols(self) -> int:
+        """Columns of S that a softmax thread reads at a time."""
+        return min(MAX_ACCUMULATOR_READ_COLS, self.s_cols)
+
+    @property
+    def p_stage_cols(self) -> int:
+        """Scores of a thread in one stage of P."""
+        return self.s_cols // self.pv_stages
+
+    @property
+    def stage_1_chunk(self) -> int:
+        """The key chunk that first needs stage 1 of P."""
+        return self.p_stage_cols // self.pv_key_chunk
+
+    @property
+    def stage_1_step(self) -> int:
+        """The MMA of that chunk that first needs stage 1 of P."""
+        return self.p_stage_cols % self.pv_key_chunk // MMA_K
+
+    @property
+    def v_boxes(self) -> int:
+        """TMA copies that fill a slot with V: one, and one for each key half in layout E."""
+        return self.m_pack if self.layout_e else 1
+
+    @property
+    def v_box_chunks(self) -> int:
+        """64-column chunks of one V copy."""
+        if self.shared_key:
+            return self.pv_mma_n // SUB_TILE_DEPTH
+        return self.depth // SUB_TILE_DEPTH if self.layout_e else 1
+
+    @property
+    def v_box_keys(self) -> int:
+        """Keys of one V copy."""
+        return self.pv_key_chunk if self.shared_key or self.layout_e else self.block_keys
+
+    @property
+    def v_box_bytes(self) -> int:
+        """Bytes of one V copy."""
+        return self.slot_bytes // self.v_boxes
+
+    @property
+    def v_atom_bytes(self) -> int:
+        """From one 64-column atom of the P.V MMA's B operand to the next: the keys of a chunk, 128 bytes each."""
+        return self.pv_key_chunk * SWIZZLE_BYTES
+
+    @property
+    def out_swizzle(self) -> int:
+        """Swizzle of the staged O tile in bytes: 128 in shared-key; 0 in key-split, whose combine writes 16-byte blocks."""
+        return SWIZZLE_BYTES if self.shared_key else 0
+
+    @property
+    def out_chunk_cols(self) -> int:
+        """Columns of O that one TMA store moves."""
+        return self.out_swizzle // self.out_bytes if self.shared_key else self.out_k
+
+    @property
+    def out_chunk_bytes(self) -> int:
+        """[rows][out_chunk_cols] of the staged O tile."""
+        return self.rows * self.out_chunk_cols * self.out_bytes
+
+    @property
+    def level2_cols(self) -> int:
+        """Columns of O a thread brings to one level-2 merge: its band of a depth tile, or its share of the combined depth."""
+        return self.band_cols if self.shared_key else self.combine_band
+
+    @property
+    def level2_tiles(self) -> int:
+        """Level-2 merges of a tile, each with a staging window of its own."""
+        return self.o_tiles if self.shared_key else 1
+
+    @property
+    def window_bytes(self) -> int:
+        """One level-2 staging window: the columns of all parts, float32."""
+        return WARPGROUP_THREADS * self.level2_cols * F32_BYTES
+
+    @property
+    def correction_cols(self) -> int:
+        """O columns that a correction thread rescales at a time."""
+        return min(CORRECTION_COLS, self.o_phys_cols)
+
+    @property
+    def arena_map(self) -> tuple[Region, ...]:
+        """Epilogue staging over the dead Q and ring: the O tile first, where a swizzled store finds its pattern's boundary."""
+        staging = [] if self.shared_key else [(f"stage{w}", self.combine_stage_bytes) for w in range(self.warpgroups)]
+        maxsums = [] if self.shared_key else [(f"maxsum{w}", self.combine_ml_bytes) for w in range(self.warpgroups)]
+        windows = [("windows", self.depth * self.rows * F32_BYTES), ("window_ml", 2 * self.rows * F32_BYTES)]
+        return place([("out", self.rows * self.depth * self.out_bytes), *(windows if self.warpgroups == 2 else []), *staging, *maxsums])
+
+    def instruction_descriptor(self, n: int, dtype: str, *, b_is_mn_major: bool) -> int:
+        """The 32-bit descriptor of a tcgen05.mma of kind::f16 with M = rows: float32 D, A K-major (PTX ISA, "Instruction descriptor")."""
+        operand = 1 if dtype == "bfloat16" else 0
+        return 1 << 4 | operand << 7 | operand << 10 | int(b_is_mn_major) << 16 | n >> 3 << 17 | self.rows >> 4 << 24
+
+
+def _region(regions: tuple[Region, ...], name: str) -> Region:
+    for region in regions:
+        if region.name == name:
+            return region
+    raise KeyError(name)
 
 
 def _align_down(value: int, step: int) -> int:

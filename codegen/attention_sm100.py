@@ -1,0 +1,146 @@
+"""Launching the sm_100a attention kernel: tensor maps, arguments and grid for arrays on the host; what the manifest says of the entry."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from .backends import Launch
+from .config import Config
+from .emulator import TensorMap, Uninitialized
+from .geometry import SUB_TILE_DEPTH, Geometry, symbol
+from .geometry_sm100 import SWIZZLE_BYTES, Sm100Geometry
+
+if TYPE_CHECKING:
+    from .backends import Argument
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+def query_tiles(tile_rows: int, q_len: int, group: int) -> tuple[int, int, int]:
+    """How q_len positions of `group` query heads of one KV head fold into tiles: (heads of a tile, positions of a tile, tiles).
+
+    Row r of a tile is position r // heads, head r % heads. A group larger than a tile takes several tiles a position.
+    """
+    heads = min(group, tile_rows)
+    positions = tile_rows // heads
+    return heads, positions, -(-q_len // positions) * -(-group // tile_rows)
+
+
+def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
+    """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of the full kernel."""
+    geo = _sm100(geo)
+    query = f"[batch][kv_heads][q_len][group][{geo.depth}], box 1 x 1 x positions x heads x"
+    key = f"[batch][kv_heads][{geo.depth // SUB_TILE_DEPTH}][keys][{SUB_TILE_DEPTH}], box 1 x 1 x"
+    swizzle = f"{SWIZZLE_BYTES}-byte swizzle"
+    out_swizzle = swizzle if geo.out_swizzle else "no swizzle"
+    arguments = [
+        ("q_map", "CUtensorMap", f"Q {config.dtype} {query} {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
+        ("k_map", "CUtensorMap", f"K {config.dtype} {key} 1 x {geo.block_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
+        (
+            "v_map",
+            "CUtensorMap",
+            f"V {config.dtype} {key} {geo.v_box_chunks} x {geo.v_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill",
+        ),
+        ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {geo.out_chunk_cols}, {out_swizzle}"),
+        ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
+        ("batch", "unsigned", "sequences"),
+        ("q_len", "unsigned", "query positions of each sequence"),
+        ("keys", "unsigned", "keys of each sequence"),
+        ("kv_heads", "unsigned", "KV heads"),
+        ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
+        ("scale", "float", "softmax scale"),
+    ]
+    return {
+        "name": symbol(config, geo.arch),
+        "block": [geo.threads, 1, 1],
+        "grid": [
+            f"batch * kv_heads * ceil(q_len / positions) * ceil(group / {geo.tile_rows}) CTAs, "
+            f"heads = min(group, {geo.tile_rows}), positions = {geo.tile_rows} / heads",
+            1,
+            1,
+        ],
+        "smem_bytes": geo.smem_bytes,
+        "arguments": [{"name": name, "type": kind, "meaning": meaning} for name, kind, meaning in arguments],
+    }
+
+
+def attention_launch(
+    config: Config,
+    geo: Geometry,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    *,
+    scale: float | None = None,
+) -> Launch:
+    """The launch that fills `out` and `lse`: one CTA a query tile.
+
+    q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
+    multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
+    scale: softmax scale, default 1 / sqrt(depth).
+    Raises ValueError where an array does not fit.
+    """
+    geo = _sm100(geo)
+    dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
+    for name, array, kind in (("q", q, dtype), ("k", k, dtype), ("v", v, dtype), ("out", out, out_dtype)):
+        if array.ndim != 4 or array.dtype != kind or not array.flags.c_contiguous or 0 in array.shape:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a contiguous, non-empty {kind} array of rank 4")
+    batch, q_len, q_heads, depth = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if depth != geo.depth or k.shape != (batch, keys, kv_heads, depth) or v.shape != k.shape or q_heads % kv_heads or out.shape != q.shape:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {geo.depth} or each other")
+    if lse.shape != (batch, q_heads, q_len) or lse.dtype != np.float32 or not lse.flags.c_contiguous:
+        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {(batch, q_heads, q_len)}")
+    group = q_heads // kv_heads
+    if config.group not in (None, group):
+        raise ValueError(f"the config fixes group {config.group}; q and k have {group}")
+    scale = 1.0 / math.sqrt(depth) if scale is None else scale
+    if not math.isfinite(scale):
+        raise ValueError(f"scale {scale} is not finite")
+
+    heads, positions, tiles = query_tiles(geo.tile_rows, q_len, group)
+    query_box = (1, 1, positions, heads)
+    args: tuple[Argument, ...] = (
+        _query_map(q, kv_heads, (*query_box, SUB_TILE_DEPTH), SWIZZLE_BYTES),
+        _key_map(k, (1, 1, 1, geo.block_keys, SUB_TILE_DEPTH)),
+        _key_map(v, (1, 1, geo.v_box_chunks, geo.v_box_keys, SUB_TILE_DEPTH)),
+        _query_map(out, kv_heads, (*query_box, geo.out_chunk_cols), geo.out_swizzle),
+        Uninitialized(lse),
+        *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
+        np.float32(scale),
+    )
+    return Launch(symbol(config, geo.arch), (batch * kv_heads * tiles, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+
+
+def _sm100(geo: Geometry) -> Sm100Geometry:
+    if not isinstance(geo, Sm100Geometry):
+        raise ValueError(f"this is the sm_100a kernel; the geometry is for {geo.arch}")
+    return geo
+
+
+def _query_map(array: np.ndarray, kv_heads: int, box: tuple[int, ...], swizzle: int) -> TensorMap:
+    """Q or O [batch, q_len, q_heads, depth] as [batch][kv_heads][q_len][group][depth]."""
+    batch, q_len, q_heads, depth = array.shape
+    group = q_heads // kv_heads
+    per_batch, per_position, per_head, _ = array.strides
+    strides = (per_batch, group * per_head, per_position, per_head)
+    return TensorMap(array, box=box, shape=(batch, kv_heads, q_len, group, depth), strides=strides, swizzle=swizzle)
+
+
+def _key_map(array: np.ndarray, box: tuple[int, ...]) -> TensorMap:
+    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]: a copy brings whole swizzled chunks."""
+    batch, keys, kv_heads, depth = array.shape
+    per_batch, per_key, per_head, per_column = array.strides
+    shape = (batch, kv_heads, depth // SUB_TILE_DEPTH, keys, SUB_TILE_DEPTH)
+    strides = (per_batch, per_head, SUB_TILE_DEPTH * per_column, per_key)
+    return TensorMap(array, box=box, shape=shape, strides=strides, swizzle=SWIZZLE_BYTES)
