@@ -12,17 +12,20 @@ import numpy as np
 from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
-from .geometry import Geometry, symbol
+from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry
 
 if TYPE_CHECKING:
     from .backends import Argument
 
 H200_SMS = 132
-# Costs of a split, in key tiles: what a CTA spends beside its tiles, on a merge, and on each partition of it.
-WAVE_TILES = 0.5
-MERGE_TILES = 0.5
-MERGE_PARTITION_TILES = 0.1
+# What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
+# what a CTA reads of other partitions in a merge, what a wave and a merge cost beside that.
+CTA_BYTES_PER_US = 150e3
+CHIP_BYTES_PER_US = 4.4e6
+MERGE_BYTES_PER_US = 110e3
+WAVE_US = 0.5
+MERGE_US = 2.5
 MAX_WAVES = 4
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -75,22 +78,31 @@ def fixed_split(key_tiles: int, partition_keys: int, block_keys: int) -> Split:
     return split
 
 
-def auto_split(key_tiles: int, query_tiles: int, ctas: int) -> Split:
-    """The split that finishes first on `ctas` CTAs that run at once, in units of a key tile: whole partitions in as few waves as pay.
-
-    Every wave costs a start, and a split query tile a merge that grows with its partitions.
-    """
+def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
+    """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles."""
+    tile_bytes = 2 * geo.block_keys * geo.depth * OPERAND_BYTES
+    partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
     best = Split(key_tiles, 1)
-    best_cost = math.inf
-    for partitions in range(1, min(key_tiles, MAX_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
+    best_us = math.inf
+    for partitions in range(1, min(key_tiles, geo.max_partitions, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
         tiles = -(-key_tiles // partitions)
         if -(-key_tiles // tiles) != partitions:
             continue
-        waves = -(-query_tiles * partitions // ctas)
-        cost = waves * (tiles + WAVE_TILES) + (MERGE_TILES + MERGE_PARTITION_TILES * partitions if partitions > 1 else 0)
-        if cost < best_cost:
-            best, best_cost = Split(tiles, partitions), cost
+        waves, grid = _waves(query_tiles * partitions, ctas)
+        # Few CTAs are limited by what each can read, many by what the memory gives.
+        bytes_per_us = 1 / math.hypot(1 / (grid * CTA_BYTES_PER_US), 1 / CHIP_BYTES_PER_US)
+        us = waves * (grid * tiles * tile_bytes / bytes_per_us + WAVE_US)
+        if partitions > 1:
+            us += MERGE_US + partitions * partial_bytes / MERGE_BYTES_PER_US
+        if us < best_us:
+            best, best_us = Split(tiles, partitions), us
     return best
+
+
+def _waves(items: int, ctas: int) -> tuple[int, int]:
+    """Items that the busiest CTA takes, and as few CTAs as do with that: they then work in step."""
+    waves = -(-items // ctas)
+    return waves, -(-items // waves)
 
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
@@ -179,12 +191,11 @@ def attention_launch(
     if partition_keys is None:
         split = Split(key_tiles, 1)
     elif partition_keys == "auto":
-        split = auto_split(key_tiles, query_tiles, ctas)
+        split = auto_split(geo, key_tiles, query_tiles, ctas)
     else:
         split = fixed_split(key_tiles, partition_keys, geo.block_keys)
     items = query_tiles * split.partitions
-    # As many CTAs as it takes to do all waves in step.
-    grid = -(-items // -(-items // ctas))
+    _, grid = _waves(items, ctas)
     parts = items if split.partitions > 1 else 1
     args: tuple[Argument, ...] = (
         _query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize),
