@@ -126,6 +126,26 @@ def run(ref: str, **options: Any) -> int:
     return runner.run(runner.RunOptions(config=ref, **options))
 
 
+@cli.command()
+@_config_option(required=False, multiple=True)
+@click.option(
+    "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."
+)
+@click.option("--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd; default: decode.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the JSON and the plot; default: bench/results of the checkout.")
+@click.option("--peers", default="auto", show_default=True, help="auto: all that are installed; none; or names with commas.")
+@click.option("--repeats", type=click.IntRange(min=3), default=40, show_default=True, help="Timed launches under each L2 flush.")
+@click.option("--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Start no further cell after this long.")
+@click.option("--show", type=click.Path(path_type=Path), metavar="JSON", help="Print an earlier run's report instead; with --out, plot it.")
+def bench(refs: tuple[str, ...], **options: Any) -> int:
+    """Measure the attention kernel on the GPU at hand against its own loads, the read ceiling and every installed peer."""
+    from rich.console import Console
+
+    from .codegen.bench import command
+
+    return command.run(command.BenchOptions(configs=refs, **options), _console(), Console(stderr=True))
+
+
 @cli.command("list")
 def list_configs() -> None:
     """Show the shipped configs with the figures of their geometry."""

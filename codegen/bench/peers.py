@@ -1,0 +1,437 @@
+"""Other implementations of the same attention, where they are installed: torch's SDPA backends, FlashAttention-3, FlashInfer, and a
+split-KV kernel in Triton written for this comparison. The one file that imports them; every import may fail.
+
+A peer gets the layout that suits it, prepared before it is timed: contiguous heads for SDPA and Triton, pages of 64 keys for FlashInfer.
+Query rows of a KV head are packed (position-major) where the peer has no grouped heads of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from importlib import import_module, metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backends.cuda import DeviceArray
+from ..text import one_line
+from .cells import Cell
+
+torch: Any = None
+triton: Any = None
+tl: Any = None
+_MISSING: dict[str, str] = {}
+
+
+def _import(name: str, package: str) -> Any:
+    try:
+        return import_module(name)
+    except Exception as error:  # a binary that does not fit raises what it likes
+        _MISSING[package] = one_line(f"{type(error).__name__}: {error}")[:200]
+        return None
+
+
+torch = _import("torch", "torch")
+if torch is not None and not torch.cuda.is_available():
+    _MISSING["torch"] = "this torch sees no CUDA device"
+    torch = None
+triton = _import("triton", "triton") if torch is not None else None
+tl = _import("triton.language", "triton") if triton is not None else None
+
+PAGE_KEYS = 64
+FLASHINFER_WORKSPACE_BYTES = 256 << 20
+MAX_REASON = 160
+
+Time = Callable[[Callable[[], Any]], float]  # device seconds of what the callable enqueues
+
+
+class PeerError(Exception):
+    """A peer that was asked for and cannot be had, or a name that is none; the message is one line."""
+
+
+class Refused(Exception):
+    """A peer that does not take this problem; the message says why in one line."""
+
+
+class _Package(NamedTuple):
+    """What a peer imports, and the distribution that holds it."""
+
+    module: str
+    distribution: str
+
+
+_SDPA = _Package("torch", "torch")
+_PACKAGES = {
+    "sdpa-cudnn": _SDPA,
+    "sdpa-flash": _SDPA,
+    "sdpa-efficient": _SDPA,
+    "fa3": _Package("fa3_fwd_interface", "fa3-fwd"),
+    "flashinfer-tc": _Package("flashinfer", "flashinfer-python"),
+    "flashinfer-cc": _Package("flashinfer", "flashinfer-python"),
+    "triton-split": _Package("triton", "triton"),
+}
+NAMES = tuple(_PACKAGES)
+
+
+def installed() -> tuple[dict[str, str], dict[str, str]]:
+    """Peers that can be used here with their package and version, and those that cannot with the reason."""
+    usable, missing = {}, {}
+    for name, package in _PACKAGES.items():
+        if torch is None:
+            missing[name] = f"torch: {_MISSING['torch']}"
+        elif _import(package.module, package.distribution) is None:
+            missing[name] = f"{package.distribution}: {_MISSING[package.distribution]}"
+        else:
+            try:
+                version = metadata.version(package.distribution)
+            except metadata.PackageNotFoundError:
+                version = "unknown version"
+            usable[name] = f"{package.distribution} {version}"
+    return usable, missing
+
+
+def choose(asked: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Peers to measure, with versions, and those left out, with reasons. asked: "auto" (all installed), "none", or names with commas.
+
+    Raises PeerError for an unknown name, and for one that is asked for and cannot be used.
+    """
+    if asked == "none":
+        return {}, {}
+    if asked == "auto":
+        return installed()
+    names = [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in NAMES:
+            raise PeerError(one_line(f"--peers: {name[:40]!r} is no peer; use auto, none, or some of {', '.join(NAMES)}"))
+    usable, missing = installed()
+    for name in names:
+        if name in missing:
+            raise PeerError(one_line(f"--peers: {name} cannot be used: {missing[name]}"))
+    return {name: usable[name] for name in NAMES if name in names}, {}
+
+
+# --- a problem as torch tensors ------------------------------------------------------------------------------------------------
+
+
+def _tensor(array: DeviceArray) -> Any:
+    tensor = torch.as_tensor(array, device="cuda")
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+
+
+class Tensors:
+    """q, k, v of a problem as torch tensors that share its memory, and copies in other layouts, made when first used."""
+
+    def __init__(
+        self, cell: Cell, q: DeviceArray, k: DeviceArray, v: DeviceArray, *, scale: float, causal: bool, sms: int, time: Time
+    ) -> None:
+        self.cell, self.scale, self.causal, self.sms, self.time = cell, scale, causal, sms, time
+        self.q, self.k, self.v = (_tensor(array) for array in (q, k, v))
+
+    @cached_property
+    def packed_q(self) -> Any:
+        """[batch, kv_heads, q_len * group, depth], row = position * group + head of the group."""
+        cell = self.cell
+        split = self.q.view(cell.batch, cell.q_len, cell.kv_heads, cell.group, cell.depth)
+        return split.permute(0, 2, 1, 3, 4).reshape(cell.batch, cell.kv_heads, cell.q_len * cell.group, cell.depth).contiguous()
+
+    @cached_property
+    def head_kv(self) -> tuple[Any, Any]:
+        """k and v as contiguous [batch, kv_heads, keys, depth]."""
+        return self.k.transpose(1, 2).contiguous(), self.v.transpose(1, 2).contiguous()
+
+    @cached_property
+    def pages(self) -> tuple[Any, Any]:
+        """k and v as [batch * pages, PAGE_KEYS, kv_heads, depth]; a copy only where the keys do not fill the last page."""
+        short = -self.cell.keys % PAGE_KEYS
+        whole = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) if short else x for x in (self.k, self.v))
+        k, v = (x.reshape(-1, PAGE_KEYS, *x.shape[2:]) for x in whole)
+        return k, v
+
+    def unpack(self, out: Any) -> Any:
+        """[batch, kv_heads, q_len * group, depth] back to [batch, q_len, heads, depth]."""
+        cell = self.cell
+        split = out.reshape(cell.batch, cell.kv_heads, cell.q_len, cell.group, cell.depth)
+        return split.permute(0, 2, 1, 3, 4).reshape(cell.batch, cell.q_len, cell.heads, cell.depth)
+
+
+class Peer:
+    """A peer ready to run on one problem. `note`: the settings that were tuned, in words."""
+
+    def __init__(self, name: str, run: Callable[[], Any], canonical: Callable[[Any], Any], note: str = "") -> None:
+        self.name, self.note = name, note
+        self._run, self._canonical = run, canonical
+        self._last: Any = None
+
+    def enqueue(self) -> None:
+        self._last = self._run()
+
+    def output(self) -> np.ndarray | None:
+        """O of the last launch, [batch, q_len, heads, depth] float32."""
+        array: np.ndarray = self._canonical(self._last).float().cpu().numpy()
+        return array
+
+
+def prepare(name: str, tensors: Tensors) -> Peer:
+    """A peer on a problem, after a first run. Raises Refused where it does not take the problem."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peer = _PREPARE[name](name, tensors)
+            peer.enqueue()
+            torch.cuda.synchronize()
+    except Refused:
+        raise
+    except Exception as error:  # each library has its own ways to say no
+        torch.cuda.synchronize()  # raises where the device itself is lost
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        raise Refused(one_line(f"{type(error).__name__}: {lines[0]}")[:MAX_REASON]) from error
+    return peer
+
+
+def release() -> None:
+    """Gives torch's cached device memory back to the driver."""
+    if torch is not None:
+        torch.cuda.empty_cache()
+
+
+# --- libraries -----------------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(backend: str, name: str, tensors: Tensors) -> Peer:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if tensors.causal and tensors.cell.q_len > 1:
+        raise Refused("packed rows have no causal mask")
+    q, (k, v), scale = tensors.packed_q, tensors.head_kv, tensors.scale
+    chosen = getattr(SDPBackend, backend)
+
+    def run() -> Any:
+        with sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    return Peer(name, run, tensors.unpack)
+
+
+def _fa3(name: str, tensors: Tensors) -> Peer:
+    attend = import_module("fa3_fwd_interface").flash_attn_with_kvcache
+    q, k, v = tensors.q, tensors.k, tensors.v
+    return Peer(name, lambda: attend(q, k, v, softmax_scale=tensors.scale, causal=tensors.causal, pack_gqa=True), lambda out: out)
+
+
+def _flashinfer(tensor_cores: bool, name: str, tensors: Tensors) -> Peer:
+    flashinfer = import_module("flashinfer")
+    cell, kind = tensors.cell, tensors.q.dtype
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    per_sequence = -(-cell.keys // PAGE_KEYS)
+    first_page = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * per_sequence
+    page = torch.arange(cell.batch * per_sequence, dtype=torch.int32, device="cuda")
+    last_keys = torch.full((cell.batch,), cell.keys - (per_sequence - 1) * PAGE_KEYS, dtype=torch.int32, device="cuda")
+    sizes = (cell.heads, cell.kv_heads, cell.depth, PAGE_KEYS)
+    types = {"q_data_type": kind, "kv_data_type": kind, "sm_scale": tensors.scale}
+    q = tensors.q.view(cell.batch * cell.q_len, cell.heads, cell.depth)
+    if cell.q_len == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+        wrapper.plan(first_page, page, last_keys, *sizes, **types)
+    elif tensor_cores:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        first_query = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * cell.q_len
+        wrapper.plan(first_query, first_page, page, last_keys, *sizes, causal=tensors.causal, **types)
+    else:
+        raise Refused("its decode kernel takes one query")
+    pages = tensors.pages
+    return Peer(name, lambda: wrapper.run(q, pages), lambda out: out.view(tensors.q.shape))
+
+
+# --- split-KV in Triton --------------------------------------------------------------------------------------------------------
+# Triton evaluates every annotation of a kernel, so only constexpr parameters have one.
+
+
+def _split_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    out,
+    partial_o,
+    partial_lse,
+    keys,
+    partition_keys,
+    q_len,
+    scale_log2e,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One partition of one KV head: its normalised O and log2 LSE to the partials, or O itself where there is one partition."""
+    partition, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, column, key = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH), tl.arange(0, TILE_KEYS)
+    valid = (row < ROWS)[:, None]
+    queries = tl.load(q + (head * ROWS + row)[:, None] * DEPTH + column[None, :], mask=valid, other=0.0)
+    first = partition * partition_keys
+    end = tl.minimum(keys, first + partition_keys)
+    maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    accumulated = tl.zeros([TILE_ROWS, DEPTH], tl.float32)
+    k_head, v_head = k + head * keys * DEPTH, v + head * keys * DEPTH
+    for start in range(first, end, TILE_KEYS):
+        at = start + key
+        inside = at < end
+        k_tile = tl.load(k_head + at.to(tl.int64)[None, :] * DEPTH + column[:, None], mask=inside[None, :], other=0.0)
+        scores = tl.dot(queries, k_tile) * scale_log2e
+        visible = inside[None, :]
+        if CAUSAL:
+            visible = visible & (at[None, :] <= (keys - q_len + row // GROUP)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        grown = tl.maximum(maximum, tl.max(scores, 1))
+        safe = tl.where(grown == float("-inf"), 0.0, grown)
+        p = tl.exp2(scores - safe[:, None])
+        factor = tl.exp2(maximum - safe)
+        total = total * factor + tl.sum(p, 1)
+        v_tile = tl.load(v_head + at.to(tl.int64)[:, None] * DEPTH + column[None, :], mask=inside[:, None], other=0.0)
+        accumulated = tl.dot(p.to(v_tile.dtype), v_tile, accumulated * factor[:, None])
+        maximum = grown
+    result = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+    if MERGED:
+        slot = (head * tl.num_programs(0) + partition) * TILE_ROWS + row
+        tl.store(partial_o + slot[:, None] * DEPTH + column[None, :], result, mask=valid)
+        tl.store(partial_lse + slot, maximum + tl.log2(total))
+    else:
+        tl.store(out + (head * ROWS + row)[:, None] * DEPTH + column[None, :], result.to(out.dtype.element_ty), mask=valid)
+
+
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partial_o,
+    partial_lse,
+    out,
+    partitions,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    MOST_PARTITIONS: tl.constexpr,
+):
+    """One query row of one KV head: the partials weighted by their LSE."""
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    partition, column = tl.arange(0, MOST_PARTITIONS), tl.arange(0, DEPTH)
+    first = head * partitions * TILE_ROWS + row
+    lse = tl.load(partial_lse + first + partition * TILE_ROWS, mask=partition < partitions, other=float("-inf"))
+    maximum = tl.max(lse, 0)
+    safe = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weight_sum = tl.sum(tl.exp2(lse - safe), 0)
+    total = tl.zeros([DEPTH], tl.float32)
+    for index in range(partitions):
+        weight = tl.exp2(tl.load(partial_lse + first + index * TILE_ROWS) - safe)
+        total += weight * tl.load(partial_o + (first + index * TILE_ROWS) * DEPTH + column)
+    result = total / tl.where(weight_sum > 0.0, weight_sum, 1.0)
+    tl.store(out + (head * ROWS + row) * DEPTH + column, result.to(out.dtype.element_ty))
+
+
+class Variant(NamedTuple):
+    """Meta-parameters of the Triton kernel: keys of a tile, warps, pipeline stages."""
+
+    tile_keys: int
+    warps: int
+    stages: int
+
+
+VARIANTS = (
+    Variant(16, 4, 3),
+    Variant(32, 4, 2),
+    Variant(32, 4, 3),
+    Variant(32, 8, 3),
+    Variant(64, 4, 2),
+    Variant(64, 8, 2),
+    Variant(128, 8, 2),
+)
+WAVES = (1, 2, 4)
+MAX_TRITON_ROWS = 128
+
+_split: Any = None
+_merge: Any = None
+if triton is not None:
+    # Sizes that differ between cells are not specialised on: one compilation a variant.
+    _split = triton.jit(_split_kernel, do_not_specialize=["keys", "partition_keys", "q_len"])
+    _merge = triton.jit(_merge_kernel, do_not_specialize=["partitions"])
+
+
+def _triton_runner(tensors: Tensors, variant: Variant, partitions: int) -> Callable[[], Any]:
+    cell, q, (k, v) = tensors.cell, tensors.packed_q, tensors.head_kv
+    heads, rows = cell.batch * cell.kv_heads, cell.q_len * cell.group
+    tile_rows = max(16, triton.next_power_of_2(rows))
+    partition_keys = -(-cell.keys // partitions // variant.tile_keys) * variant.tile_keys
+    partition_keys = max(partition_keys, variant.tile_keys)
+    while partition_keys * partitions < cell.keys:
+        partition_keys += variant.tile_keys
+    partitions = -(-cell.keys // partition_keys)
+    merged = partitions > 1
+    out = torch.empty_like(q)
+    partial_o = torch.empty((heads, partitions, tile_rows, cell.depth) if merged else (1,), dtype=torch.float32, device="cuda")
+    partial_lse = torch.empty((heads, partitions, tile_rows) if merged else (1,), dtype=torch.float32, device="cuda")
+    scale_log2e = tensors.scale * math.log2(math.e)
+    shape = {"ROWS": rows, "TILE_ROWS": tile_rows, "DEPTH": cell.depth}
+    most = triton.next_power_of_2(partitions)
+
+    def run() -> Any:
+        _split[(partitions, heads)](
+            *(q, k, v, out, partial_o, partial_lse, cell.keys, partition_keys, cell.q_len, scale_log2e),
+            **shape,
+            GROUP=cell.group,
+            TILE_KEYS=variant.tile_keys,
+            CAUSAL=tensors.causal,
+            MERGED=merged,
+            num_warps=variant.warps,
+            num_stages=variant.stages,
+        )
+        if merged:
+            _merge[(rows, heads)](partial_o, partial_lse, out, partitions, **shape, MOST_PARTITIONS=most)
+        return out
+
+    return run
+
+
+def partition_counts(cell: Cell, sms: int) -> list[int]:
+    """Numbers of partitions worth trying: those that fill the SMs for each of WAVES, from below and from above."""
+    heads = cell.batch * cell.kv_heads
+    wanted = {rounded for waves in WAVES for rounded in (sms * waves // heads, -(-sms * waves // heads))}
+    most = max(1, cell.keys // min(variant.tile_keys for variant in VARIANTS))
+    return sorted({min(max(1, count), most) for count in wanted})
+
+
+def _triton_split(name: str, tensors: Tensors, variants: Sequence[Variant] = VARIANTS) -> Peer:
+    cell = tensors.cell
+    if cell.q_len * cell.group > MAX_TRITON_ROWS:
+        raise Refused(f"more than {MAX_TRITON_ROWS} query rows a KV head")
+    best: tuple[float, Callable[[], Any], str] | None = None
+    failure = ""
+    for variant in variants:
+        for partitions in partition_counts(cell, tensors.sms):
+            try:
+                run = _triton_runner(tensors, variant, partitions)
+                run()
+                torch.cuda.synchronize()
+                seconds = tensors.time(run)
+            except Exception as error:  # too much shared memory, a compiler failure: the variant is out
+                torch.cuda.synchronize()
+                failure = f"{type(error).__name__}: {error}"
+                break
+            if best is None or seconds < best[0]:
+                best = (seconds, run, f"{variant.tile_keys} keys, {variant.warps} warps, {variant.stages} stages, {partitions} partitions")
+    if best is None:
+        raise Refused(one_line(failure)[:MAX_REASON])
+    return Peer(name, best[1], tensors.unpack, best[2])
+
+
+_PREPARE: dict[str, Callable[[str, Tensors], Peer]] = {
+    "sdpa-cudnn": partial(_sdpa, "CUDNN_ATTENTION"),
+    "sdpa-flash": partial(_sdpa, "FLASH_ATTENTION"),
+    "sdpa-efficient": partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "fa3": _fa3,
+    "flashinfer-tc": partial(_flashinfer, True),
+    "flashinfer-cc": partial(_flashinfer, False),
+    "triton-split": _triton_split,
+}
