@@ -146,6 +146,24 @@ def bench(refs: tuple[str, ...], **options: Any) -> int:
     return command.run(command.BenchOptions(configs=refs, **options), _console(), Console(stderr=True))
 
 
+@cli.command()
+@_config_option(required=True)
+@click.option(
+    "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."
+)
+@click.option("--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd; default: decode.")
+@click.option("--field", "fields", multiple=True, metavar="NAME", help="Tune only this field.  Repeatable; default: all that are tuned.")
+@click.option("--repeats", type=click.IntRange(min=3), default=15, show_default=True, help="Timed launches under each L2 flush.")
+@click.option("--dry-run", is_flag=True, help="Print the table and leave the file as it is.")
+def tune(ref: str, dry_run: bool, **options: Any) -> int:
+    """Measure the legal geometry choices of a config on the GPU at hand and write the fastest back into its file."""
+    from rich.console import Console
+
+    from .codegen import tune as tuning
+
+    return tuning.run(tuning.TuneOptions(config=ref, write=not dry_run, **options), _console(), Console(stderr=True))
+
+
 @cli.command("list")
 def list_configs() -> None:
     """Show the shipped configs with the figures of their geometry."""
