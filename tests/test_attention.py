@@ -1,0 +1,370 @@
+"""The sm_90a attention kernel: geometry, launches, results on the emulator, and the hazards that each removed safeguard causes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa4gen.codegen import compiler, reference
+from fa4gen.codegen.attention import Split, attention_entry_info, attention_launch, auto_split, fixed_split, tiling
+from fa4gen.codegen.backends import Compiled, Launch
+from fa4gen.codegen.backends.cuda import CudaBackend
+from fa4gen.codegen.backends.emulator import EmulatorBackend
+from fa4gen.codegen.config import Config, ConfigError, parse_config
+from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive
+from fa4gen.codegen.geometry_sm90 import REGISTERS_PER_SM, Sm90Geometry, derive_sm90
+from fa4gen.codegen.render import render
+
+DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# ||out - ref|| / ||ref||: a rounding of P and one of O, each uniform within half a unit in the last place.
+OUT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4}
+SHAPES = [(depth, rows, warpgroups) for depth in (64, 128, 256, 512) for rows in (8, 16, 32) for warpgroups in (1, 2)]
+
+
+def config(depth: int = 64, tile_rows: int = 8, warpgroups: int = 1, **fields: Any) -> Config:
+    return parse_config(
+        {"name": "t", "shared_key": True, "arch": ["sm_90a"], "ov_depth": depth, "tile_rows": tile_rows, "warpgroups": warpgroups, **fields}
+    )
+
+
+def geometry(c: Config) -> Sm90Geometry:
+    geo = derive(c, "sm_90a")
+    assert isinstance(geo, Sm90Geometry)
+    return geo
+
+
+@cache
+def source(c: Config) -> str:
+    return render(c, "sm_90a")["attention.cu"]
+
+
+def compiled(text: str) -> Compiled:
+    module = compiler.compile_source(text, "sm_90a", "attention.cu")
+    return Compiled("sm_90a", module.ptx, module.cubin)
+
+
+class Problem:
+    """Inputs drawn from the seed, and outputs that hold NaN until a kernel writes them."""
+
+    def __init__(self, c: Config, batch: int, q_len: int, keys: int, group: int, kv_heads: int = 1, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        dtype = DTYPES[c.dtype]
+        self.config = c
+        self.q = rng.standard_normal((batch, q_len, kv_heads * group, c.ov_depth), np.float32).astype(dtype)
+        self.k, self.v = (rng.standard_normal((batch, keys, kv_heads, c.ov_depth), np.float32).astype(dtype) for _ in range(2))
+        self.poison()
+
+    def poison(self) -> None:
+        batch, q_len, q_heads, _ = self.q.shape
+        self.out = np.full(self.q.shape, np.nan, np.float32).astype(DTYPES[self.config.out_dtype])
+        self.lse = np.full((batch, q_heads, q_len), np.nan, np.float32)
+
+    def launch(self, **options: Any) -> Launch:
+        return attention_launch(self.config, geometry(self.config), self.q, self.k, self.v, self.out, self.lse, **options)
+
+    def check(self, scale: float) -> None:
+        out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=self.config.mask == "causal")
+        ours = self.out.astype(np.float64)
+        assert np.linalg.norm(ours - out) <= OUT_BOUND[self.config.dtype] * np.linalg.norm(out)
+        seen = np.isfinite(lse)
+        assert (ours[~seen.transpose(0, 2, 1)] == 0).all()
+        assert (self.lse[~seen] == -np.inf).all()
+        assert (np.abs(self.lse[seen] - lse[seen]) <= 1e-4 + 2.0**-20 * np.abs(lse[seen])).all()
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "rows", "warpgroups"), SHAPES)
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_shared_memory_and_registers_fit(depth, rows, warpgroups, out_dtype):
+    geo = geometry(config(depth, rows, warpgroups, out_dtype=out_dtype))
+    end = 0
+    for region in geo.smem_map:
+        assert region.offset == end
+        # The swizzle pattern repeats every 1,024 bytes; the driver's objects and vector accesses need 8 and 16.
+        assert region.offset % (1024 if region.name in ("ring", "q", "p", "out", geo.out_region) else 8) == 0
+        end = region.end
+    assert end == geo.smem_bytes <= SMEM_LIMIT_BYTES
+    assert geo.slots_per_ring * geo.warpgroups == geo.ring_slots
+    assert geo.slots_per_ring >= 2
+    assert geo.tile_slots * geo.slot_bytes == 64 * depth * 2
+    mbarrier_bytes = sum(region.size for region in geo.smem_map if region.name.startswith("mbar"))
+    assert mbarrier_bytes == 8 * geo.mbarriers
+    if geo.consumer_registers:
+        consumers = geo.warpgroups * 128
+        assert consumers * geo.consumer_registers + (geo.threads - consumers) * geo.producer_registers <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"block_keys": 128}, "wgmma-key-tile"),
+        ({"ring_slots": 5, "warpgroups": 2}, "ring-per-warpgroup"),
+        ({"ring_slots": 2, "warpgroups": 2}, "ring-floor"),
+        ({"ring_slots": 1}, "ring-floor"),
+        ({"ring_slots": 40}, "smem-bytes"),
+    ],
+)
+def test_a_broken_rule_is_named(fields, rule):
+    with pytest.raises(ConfigError) as error:
+        config(512, **fields)
+    assert error.value.rule == rule
+    assert "\n" not in str(error.value)
+
+
+def test_tile_rows_are_an_n_of_wgmma():
+    legal = config()
+    with pytest.raises(ConfigError) as error:
+        derive_sm90(legal.model_copy(update={"tile_rows": 64}))
+    assert error.value.rule == "wgmma-tile-rows"
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "rows", "warpgroups"), SHAPES)
+def test_the_kernel_compiles_without_spills(depth, rows, warpgroups):
+    c = config(depth, rows, warpgroups)
+    module = compiler.compile_source(source(c), "sm_90a", "attention.cu")
+    ((entry, kernel),) = module.kernels.items()
+    assert entry == attention_entry_info(c, geometry(c))["name"]
+    assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0
+    # ptxas says so when it has to insert or serialise warpgroup instructions, or ignores setmaxnreg.
+    assert not re.search(r"\(C75\d\d\)|warning", module.log)
+
+
+def test_the_source_includes_nothing_and_states_its_arguments():
+    c = config(512, 32, 2)
+    text = source(c)
+    assert "#include" not in text
+    assert "do not edit" in text.lower()
+    info = attention_entry_info(c, geometry(c))
+    declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
+    assert declaration is not None
+    names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
+    assert names == [argument["name"] for argument in info["arguments"]]
+    assert info["smem_bytes"] == geometry(c).smem_bytes
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([8, 16, 32]), st.integers(1, 40), st.integers(1, 100))
+def test_tiles_cover_every_query_row_once(tile_rows, q_len, group):
+    tiles = tiling(tile_rows, q_len, group)
+    assert tiles.heads * tiles.positions <= tile_rows
+    seen = np.zeros((q_len, group), int)
+    for tile in range(tiles.q_tiles):
+        position = tile // tiles.tiles_per_position * tiles.positions
+        head = tile % tiles.tiles_per_position * tile_rows
+        seen[position : position + tiles.positions, head : head + tiles.heads] += 1
+    assert (seen == 1).all()
+
+
+@given(st.sampled_from([64, 512]), st.sampled_from([8, 32]), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 148))
+def test_partitions_cover_the_keys(depth, tile_rows, key_tiles, query_tiles, ctas):
+    geo = geometry(config(depth, tile_rows))
+    split = auto_split(geo, key_tiles, query_tiles, ctas)
+    assert 1 <= split.partitions <= geo.max_partitions
+    assert (split.partitions - 1) * split.tiles < key_tiles <= split.partitions * split.tiles
+
+
+@pytest.mark.parametrize(
+    ("key_tiles", "query_tiles", "partitions"),
+    [(128, 64, 2), (32, 256, 1), (512, 4, 32), (64, 512, 1), (1, 1, 1), (8, 1, 8), (32, 1, 16)],
+)
+def test_auto_split_picks_what_was_measured_best(key_tiles, query_tiles, partitions):
+    assert auto_split(geometry(config(512)), key_tiles, query_tiles, 132).partitions == partitions
+
+
+def test_fixed_split():
+    assert fixed_split(9, 128, 64) == Split(2, 5)
+    for keys in (0, 32, 100):
+        with pytest.raises(ValueError, match="not a positive multiple"):
+            fixed_split(9, keys, 64)
+    with pytest.raises(ValueError, match="at most 64"):
+        fixed_split(65, 64, 64)
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    c = config(group=2)
+    good = Problem(c, 1, 2, 70, 2, kv_heads=2)
+    good.launch()
+
+    def refused(match: str, **change: np.ndarray) -> None:
+        arrays = {"q": good.q, "k": good.k, "v": good.v, "out": good.out, "lse": good.lse} | change
+        with pytest.raises(ValueError, match=match) as error:
+            attention_launch(c, geometry(c), *arrays.values())
+        assert "\n" not in str(error.value)
+
+    refused("q is float32", q=good.q.astype(np.float32))
+    refused("contiguous", k=good.k[:, ::2])
+    refused("do not fit", v=good.v[:, :5].copy())
+    refused("do not fit", out=good.out[:, :1].copy())
+    refused("lse is", lse=good.lse.astype(np.float64))
+    refused("fixes group 2", k=good.k[:, :, :1].copy(), v=good.v[:, :, :1].copy())
+    with pytest.raises(ValueError, match="not finite"):
+        good.launch(scale=math.inf)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+F16_TO_F32 = {"dtype": "float16", "out_dtype": "float32"}
+# config fields, (batch, q_len, keys, group, kv_heads), launch options: every branch of the kernel, small.
+CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]]] = [
+    ({}, (1, 1, 1, 1, 1), {}),
+    ({}, (1, 1, 63, 8, 1), {"scale": -0.2}),
+    ({"use_fma": False}, (1, 1, 65, 8, 1), {"scale": 0.0}),
+    ({}, (2, 3, 130, 6, 1), {"ctas": 2}),
+    ({"group": 12}, (1, 1, 150, 12, 2), {"ctas": 1}),
+    ({"warpgroups": 2}, (1, 1, 64, 8, 1), {"scale": 0.0}),
+    ({"warpgroups": 2}, (1, 2, 200, 5, 2), {"ctas": 1}),
+    ({"warpgroups": 2, "tile_rows": 32, "mask": "causal"}, (1, 32, 7, 1, 1), {}),
+    ({"warpgroups": 2, "mask": "causal"}, (1, 5, 70, 2, 1), {"ctas": 1, "scale": -0.2}),
+    ({"warpgroups": 1, "mask": "causal", "tile_rows": 16}, (1, 9, 140, 7, 1), {"ctas": 2}),
+    ({"warpgroups": 2}, (1, 1, 520, 8, 1), {"partition_keys": 128}),
+    ({"warpgroups": 1}, (1, 1, 520, 12, 1), {"partition_keys": 192, "ctas": 2}),
+    ({"warpgroups": 2, "mask": "causal", "out_dtype": "float32"}, (1, 4, 300, 5, 1), {"partition_keys": 64}),
+    ({"warpgroups": 2, "use_fma": False} | F16_TO_F32, (1, 2, 320, 4, 1), {"partition_keys": 64, "ctas": 3}),
+    ({"tile_rows": 16, "dtype": "float16", "out_dtype": "float16"}, (1, 1, 300, 16, 1), {"partition_keys": "auto", "ctas": 4}),
+    ({"warpgroups": 1, "out_dtype": "float32", "depth": 128, "tile_rows": 32}, (1, 4, 100, 8, 2), {"ctas": 1}),
+    ({"warpgroups": 2, "depth": 128, "tile_rows": 16, "ring_slots": 4}, (1, 2, 130, 100, 1), {}),
+    ({"warpgroups": 2, "depth": 256, "tile_rows": 16}, (1, 1, 250, 16, 1), {"partition_keys": 64, "ctas": 1}),
+    ({"warpgroups": 2, "depth": 512, "tile_rows": 32}, (1, 4, 200, 8, 1), {}),
+    ({"warpgroups": 1, "depth": 512, "tile_rows": 8, "ring_slots": 2}, (1, 1, 190, 8, 1), {"partition_keys": 128}),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_right_and_clean_on_the_emulator(case, seed):
+    fields, shape, options = case
+    c = config(**fields)
+    problem = Problem(c, *shape, seed=seed)
+    launch = problem.launch(**options)
+    outcome = EmulatorBackend(seed=seed).run(compiled(source(c)), launch)
+    assert outcome.hazards == []
+    problem.check(options.get("scale", c.ov_depth**-0.5))
+    # The arrival counters are back at their start.
+    assert not np.asarray(launch.args[-1]).any()
+
+
+def test_large_scores_and_one_dominating_key():
+    c = config(warpgroups=2)
+    problem = Problem(c, 1, 1, 200, 8)
+    problem.k[0, 77] *= 40
+    problem.k[0, 150:] *= -40
+    assert EmulatorBackend().run(compiled(source(c)), problem.launch()).hazards == []
+    problem.check(0.125)
+
+
+def test_the_merge_does_not_depend_on_who_is_last():
+    c = config(warpgroups=2, out_dtype="float32")
+    problem = Problem(c, 1, 1, 500, 8)
+    results = set()
+    for seed in range(6):
+        problem.poison()
+        assert EmulatorBackend(seed=seed).run(compiled(source(c)), problem.launch(partition_keys=64)).hazards == []
+        results.add(problem.out.tobytes() + problem.lse.tobytes())
+    assert len(results) == 1
+
+
+def test_fixed_partitions_make_a_sequence_independent_of_its_batch():
+    c = config(warpgroups=2, out_dtype="float32")
+    many = Problem(c, 3, 1, 300, 6)
+    EmulatorBackend(seed=1).run(compiled(source(c)), many.launch(partition_keys=128, ctas=2))
+    alone = Problem(c, 1, 1, 300, 6)
+    alone.q, alone.k, alone.v = many.q[1:2].copy(), many.k[1:2].copy(), many.v[1:2].copy()
+    EmulatorBackend().run(compiled(source(c)), alone.launch(partition_keys=128))
+    assert alone.out.tobytes() == many.out[1].tobytes()
+    assert alone.lse.tobytes() == many.lse[1].tobytes()
+
+
+# --- removed safeguards -----------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "P is read before all warps have written it": ("ptx_bar_sync(TILE_BARRIER + warpgroup, 128);\n            accumulate", "accumulate"),
+    "scores do not wait for K": (
+        "wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);\n        ptx_wgmma_fence();\n        const unsigned k_tile",
+        "ptx_wgmma_fence();\n        const unsigned k_tile",
+    ),
+    "the producer does not wait for an empty slot": (
+        "count as bytes.\n                wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);",
+        "count as bytes.",
+    ),
+    "slots are released while they are read": (
+        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) ptx_mbarrier_arrive(previous);",
+        "if (at.lane == 0) ptx_mbarrier_arrive(previous);\n    ptx_wgmma_wait_group<0>();",
+    ),
+    "scores are used before they are there": (
+        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) ptx_mbarrier_arrive(previous);\n}\n\n// O^T",
+        "if (at.lane == 0) ptx_mbarrier_arrive(previous);\n}\n\n// O^T",
+    ),
+    "a handover is overwritten": (
+        "writes of this one.\n    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);",
+        "writes of this one.",
+    ),
+    "a handover is read before it is written": (
+        "ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);\n    const float2 first",
+        "const float2 first",
+    ),
+    "O is copied out before it is staged": (
+        "copies that read it.\n    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);",
+        "copies that read it.",
+    ),
+    "Q is overwritten while it is read": ("wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
+    "a partition is announced before it is written": (
+        "ptx_bar_sync(share.barrier, share.threads);\n    if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())\n        last[0]",
+        "if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())\n        last[0]",
+    ),
+    "padding rows of Q are left as they are": ("if (unit / 8 % TILE_ROWS >= used_rows)", "if (unit / 8 % TILE_ROWS > TILE_ROWS)"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_removed_safeguard_shows(mutant):
+    old, new = MUTANTS[mutant]
+    # A ring of two slots each, so that it is reused at once.
+    c = config(warpgroups=2, ring_slots=4)
+    assert old in source(c)
+    broken = compiled(source(c).replace(old, new))
+
+    def shows(module: Compiled, seed: int, partition_keys: int | None) -> bool:
+        problem = Problem(c, 3, 1, 700, 6)
+        hazards = EmulatorBackend(seed=seed).run(module, problem.launch(ctas=2, partition_keys=partition_keys)).hazards
+        with contextlib.suppress(AssertionError):
+            problem.check(c.ov_depth**-0.5)
+            return bool(hazards)
+        return True
+
+    runs = [(seed, partition_keys) for seed in range(2) for partition_keys in (None, 384)]
+    assert any(shows(broken, *run) for run in runs)
+    assert not any(shows(compiled(source(c)), *run) for run in runs)
+
+
+# --- on the GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "rows", "warpgroups"), SHAPES)
+def test_attention_is_right_on_the_gpu(depth, rows, warpgroups):
+    gpu = CudaBackend(repeats=2)
+    for mask in ("none", "causal"):
+        c = config(depth, rows, warpgroups, mask=mask)
+        module = compiled(source(c))
+        shapes = [(1, 1, 1, 1, 1), (2, 4, 65, 6, 2), (3, 1, 1000, 8, 1), (1, 32, 700, 2, 2), (1, 3, 2, 48, 1)]
+        for batch, q_len, keys, group, kv_heads in shapes:
+            for options in ({}, {"ctas": 3}, {"partition_keys": 128}, {"partition_keys": "auto"}):
+                problem = Problem(c, batch, q_len, keys, group, kv_heads)
+                gpu.run(module, problem.launch(**options))
+                problem.check(depth**-0.5)
