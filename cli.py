@@ -202,6 +202,36 @@ def list_configs() -> None:
 
 
 @cli.command()
+@click.argument("file", metavar="FILE.ptx", type=click.Path(path_type=Path))
+@click.option("--entry", metavar="NAME", help="The kernel to run; default: the only one in the file.")
+@click.option("--grid", metavar="X[,Y[,Z]]", default="1", show_default=True)
+@click.option("--block", metavar="X[,Y[,Z]]", default="128", show_default=True)
+@click.option("--smem", type=click.IntRange(min=0), default=0, show_default=True, help="Bytes of dynamic shared memory.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the scheduler.")
+@click.option("--ignore", multiple=True, metavar="KIND", help="Hazards not to report.  Repeatable.")
+@click.option("--arg", "args", multiple=True, metavar="SPEC", help="One for each parameter, in order.")
+def emulate(file: Path, **options: Any) -> int:
+    """Run an entry of any PTX file on the emulator; exit 1 if it reports hazards (on stderr).
+
+    \b
+    SPEC is one of
+      in:FILE.npy                  an array that the kernel reads
+      out:DTYPE[N,M]:FILE.npy      a new array, saved at the end
+      inout:FILE.npy               read, and saved over itself
+      u32:7  s64:-1  f32:0.5       a number
+      bytes:00ff                   a by-value structure in hexadecimal
+      tensormap:FILE.json          {"array": "in:x.npy", "box": [64, 64], "swizzle": 128}
+    """
+    from rich.console import Console
+
+    from .codegen.emulator.command import run_command
+    from .codegen.progress import emulation_progress
+
+    with emulation_progress(Console(stderr=True)) as progress:
+        return run_command(file, progress=progress(str(file)), **options)
+
+
+@cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config file."""
     import json

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from .backends import Backend, BackendError, BackendUnavailable, Compiled, Launc
 from .config import Config, load_config
 from .geometry import Geometry, derive
 from .inputs import InputError, read_qkv
+from .progress import emulation_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -290,7 +290,7 @@ def run(options: RunOptions, console: Console | None = None, errors: Console | N
     backends, notes = choose_backends(options.backend, arches)
     for note in notes:
         errors.print(note, highlight=False, markup=False, soft_wrap=True)
-    with _progress(errors) as progress:
+    with emulation_progress(errors) as progress:
         state = _Run(config, options, progress)
         for arch, backend in backends.items():
             compiled = compiled_sources(config, arch)
@@ -320,23 +320,6 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RunError(f"{path}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _progress(errors: Console) -> Iterator[Callable[[str], Callable[[int], None]]]:
-    """A line on stderr that shows a long emulation is alive; nothing where stderr is no terminal."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,} warp instructions"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-
-        def task(label: str) -> Callable[[int], None]:
-            for other in bar.task_ids:
-                bar.remove_task(other)
-            current = bar.add_task(label, total=None)
-            return lambda instructions: bar.update(current, completed=instructions)
-
-        yield task
 
 
 def _print_table(console: Console, config: Config, rows: list[Row]) -> None:

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fa4gen import cli
 from fa4gen.cli import main
+from fa4gen.codegen.compiler import compile_source
 from fa4gen.codegen.config import shipped_configs
 
 COMMAND = [sys.executable, "-m", "fa4gen.cli"]
@@ -24,7 +26,7 @@ def failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("fa4gen: ")
+    assert captured.err.startswith(("fa4gen: ", "fa4gen emulate: "))
     assert captured.err.endswith("\n")
     assert len(captured.err.splitlines()) == 1
     assert "Traceback" not in captured.err
@@ -38,7 +40,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     heavy = ["numpy", "jinja2", "pydantic", "yaml", "rich", "cuda", "ml_dtypes", "fa4gen.codegen"]
     result = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
     assert result.stderr.strip() == "[]"
-    for command in ("emit", "check", "run", "list", "schema"):
+    for command in ("emit", "check", "run", "list", "schema", "emulate"):
         assert command in result.stdout
     times = []
     for _ in range(5):
@@ -77,6 +79,8 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--config", "d512", "--input", "no_such.npz"], "no_such.npz"),
         (["run", "--config", "d512", "--heads", "7", "--kv-heads", "2"], "7"),
         (["list", "surplus"], "surplus"),
+        (["emulate"], "FILE.ptx"),
+        (["emulate", "no_such.ptx"], "no_such.ptx"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments: list[str], needle: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +134,33 @@ def test_list_shows_every_config(capsys: pytest.CaptureFixture[str]) -> None:
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "Config"
+
+
+TWICE = """
+extern "C" __global__ void twice(const float* x, float* y, unsigned n) {
+  if (threadIdx.x < n) y[threadIdx.x] = 2.0f * x[threadIdx.x];
+}
+"""
+
+
+def test_emulate_a_ptx_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("twice.ptx").write_text(compile_source(TWICE, "sm_90a", "twice.cu").ptx)
+    np.save("x.npy", np.arange(100, dtype=np.float32))
+    command = ["emulate", "twice.ptx", "--entry", "twice", "--block", "128", "--arg", "in:x.npy"]
+    assert main([*command, "--arg", "out:float32[100]:y.npy", "--arg", "u32:100"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert np.array_equal(np.load("y.npy"), 2 * np.arange(100, dtype=np.float32))
+    # One element too few.
+    short = [*command, "--arg", "out:float32[99]:y.npy", "--arg", "u32:100"]
+    assert main(short) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("out_of_bounds")
+    assert main([*short, "--ignore", "out_of_bounds"]) == 0
+    capsys.readouterr()
+    assert "3 arguments" in failure(command, capsys)
+    assert "no_such_kind" in failure([*short, "--ignore", "no_such_kind"], capsys)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
