@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fa4gen.codegen import golden, reference, runner, units
 from fa4gen.codegen.backends import BackendUnavailable, Compiled
-from fa4gen.codegen.config import load_config
+from fa4gen.codegen.config import load_config, shipped_configs
 from fa4gen.codegen.inputs import InputError
 from fa4gen.codegen.runner import RunError, RunOptions
 
@@ -167,3 +167,13 @@ def test_judging_attention_rejects_nan_and_wrong_empty_rows():
         wrong = lse.copy()
         wrong[index] = value
         assert not runner.judge_attention(out, wrong, *expected)[1].ok
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_config_matches_its_goldens(name):
+    """One stored output for every function, config and target, and for the full kernel where it is generated."""
+    code, table, _ = run(config=name)
+    assert code == 0, table
+    rows = [line for line in table.splitlines() if " emulator " in line]
+    assert len(rows) >= len(load_config(name).arch)
+    assert all(" match " in line for line in rows), table
