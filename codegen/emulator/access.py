@@ -17,8 +17,8 @@ from .ptx import PtxError
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
 
-_POISON = {1: np.uint8(0xFF), 2: np.uint16(0x7FFF), 4: np.uint32(POISON32), 8: np.uint64(POISON32 << 32 | POISON32)}
-_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_POISON: dict[int, Any] = {1: np.uint8(0xFF), 2: np.uint16(0x7FFF), 4: np.uint32(POISON32), 8: np.uint64(POISON32 << 32 | POISON32)}
+_TYPES: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _STEPS = {n: np.arange(n, dtype=np.int64) for n in (1, 2, 4, 8, 16, 32)}
 _WINDOW_SHIFT = 40
 
@@ -65,11 +65,15 @@ def shared_faults(w: Warp, code: Code, address: Int64, lanes: Int64, size: int, 
                 int(lanes[place]),
                 at,
             )
-    return ~(outside | crooked)
+    good: NDArray[np.bool_] = ~(outside | crooked)
+    return good
 
 
 def race_message(w: Warp, code: Code, verb: str, place: str, lane: int, other: hz.Access, who: str | None = None) -> str:
-    return f"{verb} of {place} by {who or w.name} lane {lane} (PTX line {code.line}) is not ordered with the access by {other.warp} lane {other.lane} (PTX line {other.line})"
+    return (
+        f"{verb} of {place} by {who or w.name} lane {lane} (PTX line {code.line}) is not ordered with the access "
+        f"by {other.warp} lane {other.lane} (PTX line {other.line})"
+    )
 
 
 def check_shared(
@@ -197,7 +201,9 @@ def global_mapping(w: Warp, code: Code, address: Int64, lanes: Int64, size: int,
         if reason:
             lane = int(lanes[place])
             where = f"global {found.name}+{at - found.base:#x}" if found else f"global address {at:#x}"
-            w.cta.report(kind, f"{verb} of {size} bytes at {where} by {w.name} lane {lane} (PTX line {code.line}): {reason}", code, w, lane, at)
+            w.cta.report(
+                kind, f"{verb} of {size} bytes at {where} by {w.name} lane {lane} (PTX line {code.line}): {reason}", code, w, lane, at
+            )
             continue
         assert found is not None
         groups.setdefault(found.base, (found, []))[1].append(place)
@@ -207,7 +213,16 @@ def global_mapping(w: Warp, code: Code, address: Int64, lanes: Int64, size: int,
 
 
 def check_global(
-    w: Warp, code: Code, mapping: Mapping, start: Int64, size: int, epochs: Any, write: bool, *, strong: bool = False, who: str | None = None
+    w: Warp,
+    code: Code,
+    mapping: Mapping,
+    start: Int64,
+    size: int,
+    epochs: Any,
+    write: bool,
+    *,
+    strong: bool = False,
+    who: str | None = None,
 ) -> None:
     """Race and initialisation checks of accesses of `size` bytes (a power of two) at device addresses `start`, then record them."""
     launch = w.cta.launch
@@ -243,8 +258,9 @@ def check_global(
                 late = unordered(reads, ctas, clock, cta, strong)
                 if late.any():
                     pick = late.argmax(axis=-1)[..., None]
+                    some: Array = np.asarray(late.any(axis=-1))
                     _global_race(
-                        w, code, mapping, start, size, late.any(axis=-1), np.take_along_axis(reads, pick, -1)[..., 0],
+                        w, code, mapping, start, size, some, np.take_along_axis(reads, pick, -1)[..., 0],
                         np.take_along_axis(ctas, pick, -1)[..., 0], epochs, write, who,
                     )  # fmt: skip
         page.note_write(index, epochs, cta)
@@ -278,7 +294,17 @@ def _nonzero(values: Array) -> bool:
 
 
 def _global_race(
-    w: Warp, code: Code, mapping: Mapping, start: Int64, size: int, bad: Array, before: Array, ctas: Array, epochs: Any, write: bool, who: str | None
+    w: Warp,
+    code: Code,
+    mapping: Mapping,
+    start: Int64,
+    size: int,
+    bad: Array,
+    before: Array,
+    ctas: Array,
+    epochs: Any,
+    write: bool,
+    who: str | None,
 ) -> None:
     place = int(bad.argmax())
     other = w.cta.access_of(int(before.flat[place]), int(ctas.flat[place]))
@@ -423,7 +449,9 @@ def store(w: Warp, code: Code, space: str, address: Int64, lanes: Int64, size: i
         for mapping, places in global_mapping(w, code, address, lanes, total, True):
             pick = slice(None) if places is None else places
             if w.cta.check:
-                epochs = (w.epochs if len(lanes) == 32 and places is None else w.epochs[lanes[pick]]) + (code.strong_tag if strong else code.tag)
+                epochs = (w.epochs if len(lanes) == 32 and places is None else w.epochs[lanes[pick]]) + (
+                    code.strong_tag if strong else code.tag
+                )
                 check_global(w, code, mapping, address[pick], total, epochs, True, strong=strong)
             elif mapping.written is not None:
                 for k in range(total):

@@ -67,7 +67,9 @@ def rounding_of(words: list[str], default: str = "rn") -> str:
     return next((w for w in words if w in _ROUNDINGS), default)
 
 
-def simple(asm: Assembler, function: Lane, kind: str, count: int, destination: str | None = None, sources: list[str] | None = None) -> Steps:
+def simple(
+    asm: Assembler, function: Lane, kind: str, count: int, destination: str | None = None, sources: list[str] | None = None
+) -> Steps:
     """Steps of `op d, a, ...` with every operand of one kind unless given."""
     operands = asm.operands(count + 1)
     kinds = sources or [kind] * count
@@ -249,12 +251,14 @@ def quotient(a: Array, b: Array) -> Array:
         unsigned = np.dtype(f"u{a.dtype.itemsize}")
         magnitude = np.abs(a).view(unsigned) // np.abs(safe).view(unsigned)
         result = np.where((a < 0) ^ (safe < 0), -magnitude.view(a.dtype), magnitude.view(a.dtype))
-    return np.where(zero, np.array(-1).astype(a.dtype), result)
+    value: Array = np.where(zero, np.array(-1).astype(a.dtype), result)
+    return value
 
 
 def remainder(a: Array, b: Array) -> Array:
     zero = b == 0
-    return np.where(zero, a, a - quotient(a, b) * b)
+    value: Array = np.where(zero, a, a - quotient(a, b) * b)
+    return value
 
 
 @instruction("div")
@@ -393,7 +397,7 @@ def _special(name: str, approximate: Any, exact: Any, section: str) -> None:
         elif kind == "f64" and name in ("rcp", "sqrt", "rsqrt"):
             mode = rounding_of(words)
             one = np.ones(32)
-            double = {
+            double: Callable[[Array], Any] = {
                 "rcp": lambda a: fp.div_f64(one, a, mode),
                 "sqrt": np.sqrt,
                 "rsqrt": lambda a: 1.0 / np.sqrt(a),
@@ -518,7 +522,7 @@ def _lop3(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 @instruction("prmt")
 def _prmt(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.9.7: bytes of {b, a} picked by the selector's nibbles; the modes are the ISA's table of selections."""
-    mode = words[0] if len(words) > 1 else ""
+    mode = words[-1] if words[-1] != "b32" else ""
     tables = {
         "f4e": ["3210", "4321", "5432", "6543"], "b4e": ["5670", "6701", "7012", "0123"], "rc8": ["0000", "1111", "2222", "3333"],
         "ecl": ["3210", "3211", "3222", "3333"], "ecr": ["0000", "1110", "2210", "3210"], "rc16": ["1010", "3232", "1010", "3232"],
@@ -604,7 +608,9 @@ def _bfe(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         position, length = (b & np.uint32(0xFF)).astype(np.int64), (c & np.uint32(0xFF)).astype(np.int64)
         raw = _unsigned_bits(a).astype(np.uint64)
         shifted = np.where(position < bits, raw >> np.minimum(position, 63).astype(np.uint64), np.uint64(0))
-        mask = np.where(length >= 64, np.uint64(0xFFFF_FFFF_FFFF_FFFF), (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1))
+        mask = np.where(
+            length >= 64, np.uint64(0xFFFF_FFFF_FFFF_FFFF), (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1)
+        )
         value = shifted & mask
         if kind[0] == "s":
             top = np.clip(np.minimum(position + length - 1, bits - 1), 0, 63)
@@ -1097,7 +1103,8 @@ def _assign(a: Array, out: Array) -> None:
 
 
 def _round_double(mode: str) -> Callable[[Array], Array]:
-    return {"": lambda x: x, "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode]
+    table: dict[str, Callable[[Array], Array]] = {"": lambda x: x, "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+    return table[mode]
 
 
 def _cvt_pack(asm: Assembler, words: list[str]) -> Steps:

@@ -19,8 +19,8 @@ from .decode import Assembler, Code, instruction, uniform
 from .hazards import Clock
 from .layouts import swizzle_chunks, tma_rows
 from .machine import BLOCK, LANES, MBARRIER_LIMIT, RETRY, Cta, MBarrier, Pending, Warp
-from .memops import ATOMICS, address_reader, space_of
-from .memory import PARAM_WINDOW, SHARED_START, Mapping, TensorMap, geometry_of
+from .memops import ATOMICS, address_reader
+from .memory import PARAM_WINDOW, SHARED_START, Mapping, TensorMap
 from .numerics import add_f32
 from .ptx import Address, Immediate, Instruction, Operand, Sink
 
@@ -313,18 +313,17 @@ class Box:
     """One box of a tensor map at given coordinates: its rows in global memory and its bytes in shared memory."""
 
     def __init__(self, w: Warp, tensor_map: TensorMap, coordinates: list[int]) -> None:
-        geometry = geometry_of(tensor_map)
-        if len(coordinates) != len(geometry.shape):
-            raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {len(geometry.shape)}")
-        steps = None if all(s == 1 for s in geometry.element_strides) else geometry.element_strides
-        self.rows = tma_rows(geometry.shape, geometry.strides, geometry.box, coordinates, geometry.element_bytes, steps)
+        if len(coordinates) != len(tensor_map.shape):
+            raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.shape)}")
+        steps = None if all(s == 1 for s in tensor_map.element_strides) else tensor_map.element_strides
+        self.element_bytes = int(tensor_map.dtype.itemsize)
+        self.rows = tma_rows(tensor_map.shape, tensor_map.strides, tensor_map.box, coordinates, self.element_bytes, steps)
         self.bytes = self.rows.box_bytes
         self.swizzle = tensor_map.swizzle
         self.mapping = w.cta.launch.memory.mapping(tensor_map.array)
         self.base = self.mapping.base + tensor_map.offset_bytes
         self.offset = tensor_map.offset_bytes
         self.fill = tensor_map.oob_nan
-        self.element_bytes = geometry.element_bytes
 
     def pieces(self) -> tuple[Int64, int]:
         """(device addresses, size) of equal power-of-two pieces that cover the box's bytes in bounds."""
@@ -664,7 +663,9 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     )
                     check_global(w, code, mapping, starts, 16, _epoch(writer, groups.time, lane, code), True, who=who)
 
-                def put(mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault) -> None:
+                def put(
+                    mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault
+                ) -> None:
                     if fault or mapping is None:
                         return
                     data = cta.smem[inside : inside + size]
@@ -688,7 +689,9 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     check_shared(w, code, _granules(cta, inside, size), epoch, True, who=who)
                     check_global(w, code, mapping, starts, 16, epoch, False, who=who)
 
-            def move(mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault) -> None:
+            def move(
+                mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault
+            ) -> None:
                 if not fault and mapping is not None:
                     cta.smem[inside : inside + size] = mapping.bytes[outside - mapping.base : outside - mapping.base + size]
 
@@ -890,4 +893,4 @@ def _cp_arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     return step, step
 
 
-__all__ = ["BLOCK", "Immediate", "LANES", "arrive", "mbarrier_at", "race_message", "shared_reader", "uniform"]
+__all__ = ["BLOCK", "LANES", "Immediate", "arrive", "mbarrier_at", "race_message", "shared_reader", "uniform"]

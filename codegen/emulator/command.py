@@ -41,7 +41,19 @@ _SCALARS: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
 }  # fmt: skip
-_MAP_FIELDS = ("array", "box", "shape", "strides", "swizzle", "interleave", "oob_nan", "element_strides", "dtype", "l2_promotion", "offset_bytes")
+_MAP_FIELDS = (
+    "array",
+    "box",
+    "shape",
+    "strides",
+    "swizzle",
+    "interleave",
+    "oob_nan",
+    "element_strides",
+    "dtype",
+    "l2_promotion",
+    "offset_bytes",
+)
 
 
 class UsageError(ValueError):
@@ -68,7 +80,8 @@ def parse_dims(text: str, what: str) -> tuple[int, int, int]:
 
 def _dtype(name: str, spec: str) -> np.dtype[Any]:
     if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
+        result: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return result
     try:
         result = np.dtype(name)
     except TypeError:

@@ -238,13 +238,12 @@ def _bar_warp(asm: Assembler, ins: Instruction) -> Steps:
     code = asm.code
 
     def masked(w: Warp, r: list[Any]) -> int | None:
-        return RETRY if w.converge(_members(r[members], w), code) else _release_forced(w)
+        if w.converge(_members(r[members], w), code):
+            return RETRY
+        w.group.forced = False
+        return None
 
     return nothing, masked
-
-
-def _release_forced(w: Warp) -> None:
-    w.group.forced = False
 
 
 def _members(value: Array, w: Warp) -> int:
@@ -282,7 +281,11 @@ def _shfl(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     a, b, c, members = (asm.source(o, "u32") for o in operands[1:])
 
     def route(delta: Array, control: Array) -> tuple[Array, Array]:
-        by, clamp, segment = (delta & np.uint32(31)).astype(np.int64), (control & np.uint32(31)).astype(np.int64), (control >> np.uint32(8) & np.uint32(31))
+        by, clamp, segment = (
+            (delta & np.uint32(31)).astype(np.int64),
+            (control & np.uint32(31)).astype(np.int64),
+            (control >> np.uint32(8) & np.uint32(31)),
+        )
         segment = segment.astype(np.int64)
         last = (LANES & segment) | (clamp & ~segment)
         first = LANES & segment
@@ -302,7 +305,9 @@ def _shfl(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             raise asm.error(f"{ins.opcode}: unknown mode .{mode}")
         return np.where(valid, lane, LANES), valid
 
-    fixed = route(asm.slots[b].value, asm.slots[c].value) if isinstance(operands[2], Immediate) and isinstance(operands[3], Immediate) else None
+    fixed = (
+        route(asm.slots[b].value, asm.slots[c].value) if isinstance(operands[2], Immediate) and isinstance(operands[3], Immediate) else None
+    )
 
     def full(w: Warp, r: list[Any]) -> None:
         lane, valid = route(r[b], r[c]) if fixed is None else fixed

@@ -228,7 +228,7 @@ class GlobalPage:
         if self.read is None or self.read_cta is None:
             self.read = np.zeros((len(self.write), GlobalShadow.BUCKETS), np.int64)
             self.read_cta = np.zeros((len(self.write), GlobalShadow.BUCKETS), np.int32)
-        first = int(epoch if np.isscalar(epoch) else epoch.flat[0])
+        first = int(np.asarray(epoch).flat[0])
         bucket = ((first & ACTOR_MASK) + 3 * cta) % GlobalShadow.BUCKETS
         self.read[index, bucket] = epoch
         self.read_cta[index, bucket] = cta
@@ -243,6 +243,7 @@ def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int, strong: bool) ->
     own = ctas == cta
     actor = epochs & _ACTOR
     limits = clock.limits
+    bad: NDArray[np.bool_]
     if own.all():
         bad = epochs > limits[np.minimum(actor, len(limits) - 1)]
     else:

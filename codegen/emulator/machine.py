@@ -326,7 +326,12 @@ class Cta:
         size = SHARED_START + launch.shared_bytes
         self.shared_end = size
         self.smem = np.full((size + 31) // 16 * 4, POISON32, np.uint32).view(np.uint8)
-        self.words: dict[int, Array] = {1: self.smem, 2: self.smem.view(np.uint16), 4: self.smem.view(np.uint32), 8: self.smem.view(np.uint64)}
+        self.words: dict[int, Array] = {
+            1: self.smem,
+            2: self.smem.view(np.uint16),
+            4: self.smem.view(np.uint32),
+            8: self.smem.view(np.uint64),
+        }
         self.shadow = Shadow(len(self.smem), 4) if self.check else None
         self.barriers = [NamedBarrier() for _ in range(NAMED_BARRIERS)]
         self.mbarriers: dict[int, MBarrier] = {}
@@ -389,7 +394,9 @@ class Cta:
             name = f"CTA {cta} " + (f"warp {actor}" if actor < self.launch.warps else "asynchronous operation")
         return Access(line, name, (epoch >> hz.LANE_SHIFT) & 31)
 
-    def report(self, kind: str, message: str, code: Code, warp: Warp | int, lane: int = 0, address: int = 0, other: Access | None = None) -> None:
+    def report(
+        self, kind: str, message: str, code: Code, warp: Warp | int, lane: int = 0, address: int = 0, other: Access | None = None
+    ) -> None:
         if not self.check and kind not in ("deadlock", "barrier"):
             return
         index = warp if isinstance(warp, int) else warp.index
@@ -405,7 +412,10 @@ class Cta:
             return None
         if count is not None and (count % WARP or count <= 0 or count > 1024):
             self.report(
-                "barrier", f"thread count {count} of barrier {number} at PTX line {code.line} is not a multiple of 32 in 32..1024 ({warp.name})", code, warp
+                "barrier",
+                f"thread count {count} of barrier {number} at PTX line {code.line} is not a multiple of 32 in 32..1024 ({warp.name})",
+                code,
+                warp,
             )
             count = max(WARP, -(-count // WARP) * WARP)
         bar = self.barriers[number]
@@ -502,6 +512,7 @@ class Run:
         check: bool,
         budget: int,
         progress: Callable[[int], None] | None,
+        tensor_cores: str = "exact",
     ) -> None:
         self.code = code
         self.grid = grid
@@ -518,6 +529,7 @@ class Run:
         self.check = check
         self.budget = budget
         self.progress = progress
+        self.tensor_cores = tensor_cores
         self.random = random.Random(seed)
         self.reporter = Reporter()
         self.instructions = 0

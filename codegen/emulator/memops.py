@@ -8,8 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import access, numerics as fp
-from .access import WINDOWS, check_global, check_shared, global_mapping, load, observe, publish, shared_faults, shared_index, split_generic, store
+from . import access
+from . import numerics as fp
+from .access import (
+    WINDOWS,
+    check_global,
+    check_shared,
+    global_mapping,
+    load,
+    observe,
+    publish,
+    shared_faults,
+    shared_index,
+    split_generic,
+    store,
+)
 from .alu import Steps, kind_of, storage
 from .control import nothing
 from .decode import KINDS, Assembler, instruction, kind_bytes
@@ -40,9 +53,6 @@ def address_reader(asm: Assembler, operand: Operand, default_space: str) -> tupl
     slot, offset, space = asm.address(operand, default_space)
     if space in ("const", "module"):
         space = "global"
-    if default_space == "generic" and space in ("shared", "local", "param"):
-        # A variable named in a generic access stands for its address in the variable's own space.
-        pass
     add = np.add
     if offset is None:
 
@@ -217,11 +227,13 @@ def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
 
 def _wrap_increment(old: Array, b: Array) -> Array:
-    return np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1))
+    result: Array = np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1))
+    return result
 
 
 def _wrap_decrement(old: Array, b: Array) -> Array:
-    return np.where((old == 0) | (old > b), b, old - old.dtype.type(1))
+    result: Array = np.where((old == 0) | (old > b), b, old - old.dtype.type(1))
+    return result
 
 
 ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
@@ -239,9 +251,9 @@ ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
 
 def _float_atomic(operation: str, kind: str) -> Callable[[Array, Array], Array] | None:
     if kind == "f32":
-        return {"add": fp.add_f32, "exch": ATOMICS["exch"]}.get(operation)  # type: ignore[return-value]
+        return {"add": fp.add_f32, "exch": ATOMICS["exch"]}.get(operation)
     if kind == "f64":
-        return {"add": fp.add_f64, "exch": ATOMICS["exch"]}.get(operation)  # type: ignore[return-value]
+        return {"add": fp.add_f64, "exch": ATOMICS["exch"]}.get(operation)
     fmt = kind.removesuffix("x2")
     table = {"add": fp.add_16, "min": fp.min_16, "max": fp.max_16}
     function = table.get(operation)
@@ -370,12 +382,12 @@ def _cvta(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     kind = "u" + words[-1][1:]
     d = asm.destination(operands[0], kind)
     base = WINDOWS.get(space, 0)
-    offset = np.array(-base if to_space else base, np.int64).astype(np.uint64)
+    offset = (-base if to_space else base) & 0xFFFF_FFFF_FFFF_FFFF
     source = operands[1]
     if isinstance(source, Symbol):
         where, _ = asm.symbol_address(source.name)
         if where == "param" and not to_space:
-            offset = np.uint64(WINDOWS["param"])
+            offset = WINDOWS["param"]
     a = asm.source(source, kind)
     if kind == "u32":
         raise asm.error("32-bit generic addresses are not supported")

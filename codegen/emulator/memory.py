@@ -131,17 +131,18 @@ class TensorMap:
     """A tiled tensor map over an array, in place of the opaque object that cuTensorMapEncodeTiled makes.
 
     shape, box, strides and element_strides are in the array's axis order, outermost first; strides are bytes of all axes but the
-    innermost. Instruction coordinates are innermost first. swizzle: 0, 32, 64 or 128 bytes. Rules: driver API, cuTensorMapEncodeTiled.
+    innermost. Fields left out are filled in from the array. Instruction coordinates are innermost first. swizzle: 0, 32, 64 or 128 bytes.
+    Rules: driver API, cuTensorMapEncodeTiled; ValueError in one line.
     """
 
     array: Array
     box: tuple[int, ...]
-    shape: tuple[int, ...] | None = None
-    strides: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = None  # type: ignore[assignment]
+    strides: tuple[int, ...] = None  # type: ignore[assignment]
     swizzle: int = 0
     interleave: int = 0
     oob_nan: bool = False
-    element_strides: tuple[int, ...] | None = None
+    element_strides: tuple[int, ...] = None  # type: ignore[assignment]
     dtype: Any = None
     l2_promotion: int = 0
     offset_bytes: int = 0
@@ -201,24 +202,10 @@ class TensorMap:
         last = self.offset_bytes + shape[-1] * kind.itemsize + sum((e - 1) * s for e, s in zip(shape[:-1], strides, strict=True))
         if last > self.array.nbytes:
             refuse(f"the tensor ends at byte {last} of an array of {self.array.nbytes}")
-        object.__setattr__(self, "geometry", TensorGeometry(shape, strides, box, steps_, kind.itemsize))
-
-
-@dataclass(frozen=True)
-class TensorGeometry:
-    """A tensor map's numbers with every default filled in, outermost dimension first."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    element_strides: tuple[int, ...]
-    element_bytes: int
+        for name, value in (("shape", shape), ("strides", strides), ("box", box), ("element_strides", steps_), ("dtype", kind)):
+            object.__setattr__(self, name, value)
 
     @property
     def box_bytes(self) -> int:
-        return math.prod(tma_box_shape(self.box, self.element_strides)) * self.element_bytes
-
-
-def geometry_of(tensor_map: TensorMap) -> TensorGeometry:
-    result: TensorGeometry = tensor_map.geometry  # type: ignore[attr-defined]
-    return result
+        """Bytes of one box, out-of-bounds elements included."""
+        return math.prod(tma_box_shape(self.box, self.element_strides)) * int(np.dtype(self.dtype).itemsize)

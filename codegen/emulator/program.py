@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import alu, asynchronous, control, memops, tensor, tmem
+from . import alu, asynchronous, control, memops, tcgen05_mma, tensor, tensor_core, tmem
 from .asynchronous import TENSOR_MAP_MAGIC
 from .decode import Assembler, DecodedEntry
 from .hazards import Hazard
@@ -19,14 +19,13 @@ from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
 
 Array = NDArray[Any]
 
-INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem)
+INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma)
 """The modules whose import fills the instruction table."""
 
 MAX_SHARED_BYTES = 232_448
 MAX_THREADS = 1024
 MAX_LOCAL_BYTES = 1 << 19
 DEFAULT_BUDGET = 200_000_000
-
 
 
 class LaunchError(ValueError):
@@ -153,11 +152,12 @@ class Program:
         check: bool = True,
         progress: Callable[[int], None] | None = None,
         budget: int = DEFAULT_BUDGET,
+        tensor_cores: str = "exact",
     ) -> LaunchResult:
         """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
 
-        grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions. Arrays are
-        written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
+        grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
+        the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py). Arrays are written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
         """
         kernel = self.entries.get(entry)
         if kernel is None:
@@ -172,6 +172,8 @@ class Program:
             raise LaunchError(f"{entry} requires a block of {kernel.reqntid}, not {block3}")
         if kernel.maxntid is not None and threads > kernel.maxntid[0] * kernel.maxntid[1] * kernel.maxntid[2]:
             raise LaunchError(f"{entry} allows blocks of at most {kernel.maxntid}, not {block3}")
+        if tensor_cores not in tensor_core.MODES:
+            raise LaunchError(f"tensor_cores={tensor_cores!r} is none of {', '.join(tensor_core.MODES)}")
         decoded = self._decode(entry)
         _, static, _ = self._layout(kernel)
         if smem < 0 or static + smem > MAX_SHARED_BYTES:
@@ -182,7 +184,7 @@ class Program:
         params, maps = _pack_arguments(kernel, args, memory)
         run = Run(
             code=decoded, grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
-            memory=memory, seed=seed, check=check, budget=budget, progress=progress,
+            memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
         )  # fmt: skip
         with np.errstate(all="ignore"):
             run.run()
@@ -223,7 +225,9 @@ def _pack_arguments(kernel: Entry, args: Sequence[Any], memory: Memory) -> tuple
             elif isinstance(value, bytes | bytearray):
                 raw = bytes(value)
             else:
-                raise LaunchError(f"argument {number} of {kernel.name} is a {type(value).__name__}: pass arrays, numpy scalars, bytes or a TensorMap")
+                raise LaunchError(
+                    f"argument {number} of {kernel.name} is a {type(value).__name__}: pass arrays, numpy scalars, bytes or a TensorMap"
+                )
         except LaunchError:
             raise
         except ValueError as error:

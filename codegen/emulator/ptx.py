@@ -388,10 +388,12 @@ class _Parser:
         self.expect(";")
         return result
 
-    def _initializer(self, kind: str, payload: bytearray, references: list[tuple[int, str, int]]) -> None:
+    def _initializer(self, kind: str, payload: bytearray, references: list[tuple[int, str, int]], depth: int = 0) -> None:
         if self.accept("{"):
+            if depth > 16:
+                raise PtxError("an initialiser is nested too deeply", self.line)
             while not self.accept("}"):
-                self._initializer(kind, payload, references)
+                self._initializer(kind, payload, references, depth + 1)
                 self.accept(",")
             return
         line = self.line
@@ -675,6 +677,8 @@ class _Parser:
         if token == "{":
             items: list[Operand] = []
             while not self.accept("}"):
+                if self.peek() in ("{", "["):
+                    raise PtxError(f"unexpected {self.peek()!r} in a vector operand", self.line)
                 items.append(self._simple_operand())
                 self.accept(",")
             return Vector(tuple(items))
@@ -765,7 +769,11 @@ def _literal_bits(number: Immediate, negative: bool, kind: str) -> int:
     if number.kind == "int":
         value = float(number.value)
     else:
-        value = float(np.array(number.value, np.uint32 if number.kind == "f32" else np.uint64).view(np.float32 if number.kind == "f32" else np.float64))
+        value = float(
+            np.array(number.value, np.uint32 if number.kind == "f32" else np.uint64).view(
+                np.float32 if number.kind == "f32" else np.float64
+            )
+        )
         if number.kind == kind and not negative:
             return number.value
     value = -value if negative else value

@@ -1,7 +1,7 @@
 """Warp and warpgroup matrix instructions: wgmma, mma.sync, ldmatrix, stmatrix (PTX ISA 9.1 sections 9.7.14 and 9.7.15).
 
 Each warp of a warpgroup computes its own 16 rows of a wgmma. The operands in shared memory are read when the scheduler decides between
-commit and wait; until the wait the accumulator registers hold poison. Products are accumulated exactly and rounded once an instruction.
+commit and wait; until the wait the accumulator registers hold poison. How products are accumulated is tensor_core.py's matter.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .layouts import (
 from .machine import LANES, Pending, Warp
 from .memory import POISON32, SHARED_START
 from .ptx import Immediate, Instruction, Operand, PtxError, Register, Vector
+from .tensor_core import multiply_accumulate, widen
 
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
@@ -49,13 +50,6 @@ def vector_registers(asm: Assembler, operand: Operand, count: int) -> Int64:
             raise asm.error(f"{asm.instruction.opcode}: the vector must be made of 32-bit registers")
         rows.append(item.index)
     return np.array(rows, np.int64)
-
-
-def widen(bits: Array, fmt: str) -> Array:
-    """16-bit patterns as float64."""
-    if fmt == "bf16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return bits.view(np.float16).astype(np.float64)
 
 
 @lru_cache(maxsize=4096)
@@ -110,7 +104,9 @@ def _fragment_index(n: int) -> Int64:
     return np.ascontiguousarray((rows[:32] * n + cols[:32]).T)
 
 
-def check_operand(w: Warp, code: Code, descriptor: MatrixDescriptor, mn: int, k: int, major: str, epoch: np.int64, reader: int, who: str) -> None:
+def check_operand(
+    w: Warp, code: Code, descriptor: MatrixDescriptor, mn: int, k: int, major: str, epoch: np.int64, reader: int, who: str
+) -> None:
     """Bounds, initialisation and race checks of an operand in shared memory."""
     cta = w.cta
     if _operand_fault(w, code, descriptor, mn, k, major, who):
@@ -218,6 +214,7 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             w.B32[rows] = POISON32
         accumulator = found
         accumulator.time = state.time
+        mode = cta.launch.tensor_cores
 
         def compute() -> None:
             a = a_value
@@ -225,12 +222,15 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 assert a_descriptor is not None
                 a = read_operand(w, a_descriptor, 64, 16, a_major, quarter, 16, fmt)
             b = read_operand(w, b_descriptor, n, 16, b_major, 0, n, fmt)
-            product = (a @ b.T).reshape(-1)[index]
             if sign < 0:
-                product = -product
+                a = -a
+            c: Array | None = None
             if add:
-                product += accumulator.value
-            accumulator.value = product.astype(np.float32)
+                c = np.empty(16 * n, np.float32)
+                c[index] = accumulator.value
+                c = c.reshape(16, n)
+            product = multiply_accumulate(a, b, c, fmt, fmt, mode)
+            accumulator.value = product.reshape(-1)[index]
 
         state.open.append(compute)
 
@@ -304,7 +304,13 @@ def _mma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.14.5.14"""
     shape = next((w for w in words if w.startswith("m16n8k")), "")
     types = words[-4:]
-    if shape not in ("m16n8k8", "m16n8k16") or types[0] != "f32" or types[3] != "f32" or types[1] != types[2] or types[1] not in ("bf16", "f16"):
+    if (
+        shape not in ("m16n8k8", "m16n8k16")
+        or types[0] != "f32"
+        or types[3] != "f32"
+        or types[1] != types[2]
+        or types[1] not in ("bf16", "f16")
+    ):
         raise asm.error(f"{ins.opcode} is not supported: m16n8k8 and m16n8k16 .f32 of bf16 or f16 are")
     k, fmt = int(shape[6:]), types[1]
     d, a, b, c = asm.operands(4)
@@ -318,9 +324,10 @@ def _mma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         bits[a_map] = w.B32[a_rows].T.copy().view(np.uint16).reshape(32, k // 4, 2)
         other = np.empty((k, 8), np.uint16)
         other[b_map] = w.B32[b_rows].T.copy().view(np.uint16).reshape(32, k // 8, 2)
-        product = widen(bits, fmt) @ widen(other, fmt)
-        start = w.B32[c_rows].view(np.float32) if c_rows is not None else np.stack([r[s] for s in c_sources])
-        w.B32[d_rows] = (product[rows, cols].T + start).astype(np.float32).view(np.uint32)
+        start = np.empty((16, 8), np.float32)
+        start[rows.T, cols.T] = w.B32[c_rows].view(np.float32) if c_rows is not None else np.stack([r[s] for s in c_sources])
+        product = multiply_accumulate(widen(bits, fmt), widen(other.T, fmt), start, fmt, fmt, w.cta.launch.tensor_cores)
+        w.B32[d_rows] = product[rows, cols].T.view(np.uint32)
 
     return aligned(asm, (step, step))
 

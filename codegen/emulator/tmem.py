@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import access, hazards as hz
+from . import access
+from . import hazards as hz
 from .alu import Steps
 from .asynchronous import shared_reader
 from .control import aligned, nothing
@@ -37,6 +38,8 @@ class TensorMemory:
         self.smallest = TMEM_COLUMNS
         self.relinquished = False
         self.waiting: list[tuple[Warp, Group]] = []
+        self.issuers: dict[tuple[int, int], Any] = {}
+        """Threads (warp, lane) that have issued MMAs or copies."""
         self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0, 8) if check else None
 
 
@@ -77,7 +80,10 @@ def _columns_fault(w: Warp, code: Code, columns: int) -> bool:
     if columns in (32, 64, 128, 256, 512):
         return False
     w.cta.report(
-        "tmem_allocation", f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}): the number is a power of two in 32..512", code, w
+        "tmem_allocation",
+        f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}): the number is a power of two in 32..512",
+        code,
+        w,
     )
     return True
 
@@ -179,7 +185,9 @@ def _check_free(w: Warp, code: Code, memory: TensorMemory, first: int, columns: 
         place = int(bad.argmax())
         other = w.cta.access_of(int(before[place]))
         cell = int(index[place])
-        w.cta.report("race", access.race_message(w, code, "deallocation", access.tmem_place(cell), 0, other), code, w, 0, _address(cell), other)
+        w.cta.report(
+            "race", access.race_message(w, code, "deallocation", access.tmem_place(cell), 0, other), code, w, 0, _address(cell), other
+        )
 
 
 @instruction("tcgen05.relinquish_alloc_permit")
@@ -248,7 +256,6 @@ def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: I
     columns = column + first
     valid: Array | None = None
     if int(columns.max()) >= TMEM_COLUMNS or int(lanes.max()) >= TMEM_LANES:
-        valid = (columns < TMEM_COLUMNS) & np.broadcast_to(lanes if lanes.ndim == columns.ndim else lanes[..., None], columns.shape) < TMEM_LANES
         valid = (columns < TMEM_COLUMNS) & ((lanes if lanes.ndim == columns.ndim else lanes[..., None]) < TMEM_LANES)
         place = int((~valid).argmax())
         cta.report(
@@ -310,7 +317,9 @@ def _race(w: Warp, code: Code, index: Int64, bad: Array, before: Array, epochs: 
     cell = int(index.flat[place])
     lane = int(np.broadcast_to(epochs, index.shape).flat[place]) >> hz.LANE_SHIFT & 31
     other = w.cta.access_of(int(before.flat[place]))
-    w.cta.report("race", access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who), code, w, lane, _address(cell), other)
+    w.cta.report(
+        "race", access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who), code, w, lane, _address(cell), other
+    )
 
 
 def _form(asm: Assembler, words: list[str]) -> tuple[str, int, bool]:
@@ -360,7 +369,9 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 return
             cells = memory.cells[lanes, columns]
         else:
-            cells = np.where(valid, memory.cells[np.minimum(lanes, TMEM_LANES - 1), np.minimum(columns, TMEM_COLUMNS - 1)], np.uint32(POISON32))
+            cells = np.where(
+                valid, memory.cells[np.minimum(lanes, TMEM_LANES - 1), np.minimum(columns, TMEM_COLUMNS - 1)], np.uint32(POISON32)
+            )
         if pack:
             cells = (cells[..., 0] & np.uint32(0xFFFF)) | cells[..., 1] << np.uint32(16)
         w.B32[rows] = cells.T
