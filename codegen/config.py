@@ -184,6 +184,9 @@ class Config(BaseModel):
         None, description="softmax warpgroups, each with its own key tiles and accumulators; derived: 2"
     )
     tile_rows: Positive | None = Field(None, description="rows of a tile that carry queries, the rest is padding; derived: rows")
+    rescale: Literal["eager", "lazy"] = Field(
+        "eager", description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum"
+    )
     group: int | None = Field(None, description="query heads per KV head, when fixed; else a launch argument")
     allow_spills: Annotated[tuple[str, ...], BeforeValidator(_plain_list)] = Field((), description="kernel entries that may spill")
 

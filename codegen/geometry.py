@@ -198,6 +198,8 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
         parts.append(config.mask)
     if not config.use_fma:
         parts.append("nofma")
+    if config.rescale != "eager":
+        parts.append(config.rescale)
     given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
     parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]
     parts.append(arch.replace("_", ""))

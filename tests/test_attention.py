@@ -226,6 +226,9 @@ CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]
     ({}, (1, 1, 63, 8, 1), {"scale": -0.2}),
     ({"use_fma": False}, (1, 1, 65, 8, 1), {"scale": 0.0}),
     ({}, (2, 3, 130, 6, 1), {"ctas": 2}),
+    ({"rescale": "lazy"}, (1, 1, 450, 8, 1), {"scale": 3.0}),
+    ({"rescale": "lazy", "warpgroups": 2, "use_fma": False, "mask": "causal"}, (2, 5, 300, 3, 1), {"ctas": 1, "scale": -2.0}),
+    ({"rescale": "lazy", "warpgroups": 2, "tile_rows": 32}, (1, 4, 600, 8, 1), {"partition_keys": 192}),
     ({"group": 12}, (1, 1, 150, 12, 2), {"ctas": 1}),
     ({"warpgroups": 2}, (1, 1, 64, 8, 1), {"scale": 0.0}),
     ({"warpgroups": 2}, (1, 2, 200, 5, 2), {"ctas": 1}),
@@ -259,8 +262,9 @@ def test_attention_is_right_and_clean_on_the_emulator(case, seed):
     assert not np.asarray(launch.args[-1]).any()
 
 
-def test_large_scores_and_one_dominating_key():
-    c = config(warpgroups=2)
+@pytest.mark.parametrize("rescale", ["eager", "lazy"])
+def test_large_scores_and_one_dominating_key(rescale):
+    c = config(warpgroups=2, rescale=rescale)
     problem = Problem(c, 1, 1, 200, 8)
     problem.k[0, 77] *= 40
     problem.k[0, 150:] *= -40
@@ -293,7 +297,7 @@ def test_fixed_partitions_make_a_sequence_independent_of_its_batch():
 # --- removed safeguards -----------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "P is read before all warps have written it": ("ptx_bar_sync(TILE_BARRIER + warpgroup, 128);\n            accumulate", "accumulate"),
+    "P is read before all warps have written it": ("MMAs that read them.\n    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);", "MMAs"),
     "scores do not wait for K": (
         "wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);\n        ptx_wgmma_fence();\n        const unsigned k_tile",
         "ptx_wgmma_fence();\n        const unsigned k_tile",
