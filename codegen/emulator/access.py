@@ -30,7 +30,7 @@ def _any(flags: Array) -> bool:
 def region(address: int, space: str, w: Warp) -> str:
     """An address as space+offset."""
     if space == "shared":
-        return f"shared+{address - SHARED_START:#x}"
+        return f"shared{address - SHARED_START:+#x}"
     if space == "global":
         return f"global {w.cta.launch.memory.nearest(address).split(',')[0]}"
     return f"{space}+{address:#x}"
@@ -59,7 +59,7 @@ def shared_faults(w: Warp, code: Code, address: Int64, lanes: Int64, size: int, 
             )
             cta.report(
                 kind,
-                f"{verb} of {size} bytes at shared+{at - SHARED_START:#x} by {w.name} lane {int(lanes[place])} (PTX line {code.line}): {limit}",
+                f"{verb} of {size} bytes at shared{at - SHARED_START:+#x} by {w.name} lane {int(lanes[place])} (PTX line {code.line}): {limit}",
                 code,
                 w,
                 int(lanes[place]),
@@ -115,7 +115,7 @@ def check_shared(
         at = granule << shadow.shift
         cta.report(
             "uninitialized",
-            f"read of shared+{at - SHARED_START:#x} by {who or w.name} lane {lane} (PTX line {code.line}), which nothing has written",
+            f"read of shared{at - SHARED_START:+#x} by {who or w.name} lane {lane} (PTX line {code.line}), which nothing has written",
             code,
             w,
             lane,
@@ -140,7 +140,7 @@ def _report_race(
     lane = epoch >> hz.LANE_SHIFT & 31
     other = w.cta.access_of(int(before.flat[place]))
     address = granule << shift
-    where = f"shared+{address - SHARED_START:#x}" if space == "shared" else tmem_place(granule)
+    where = f"shared{address - SHARED_START:+#x}" if space == "shared" else tmem_place(granule)
     w.cta.report("race", race_message(w, code, verb, where, lane, other, who), code, w, lane, address, other)
 
 

@@ -60,7 +60,7 @@ def mbarrier_at(w: Warp, code: Code, address: int, lane: int, strong: bool = Tru
     if found is None:
         cta.report(
             "uninitialized",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared+{address - SHARED_START:#x}, where no mbarrier is initialised",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{address - SHARED_START:+#x}, where no mbarrier is initialised",
             code,
             w,
             lane,
@@ -98,7 +98,7 @@ def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, releas
     if count > barrier.pending:
         w.cta.report(
             "mbarrier",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on shared+{barrier.address - SHARED_START:#x}, "
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on shared{barrier.address - SHARED_START:+#x}, "
             f"whose phase {barrier.phase} waits for {barrier.pending} of {barrier.expected} only",
             code,
             w,
@@ -146,7 +146,7 @@ def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if old is not None and old.waiting:
                 w.cta.report(
                     "mbarrier",
-                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared+{at - SHARED_START:#x} while {old.waiting[0][0].name} waits on it",
+                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{at - SHARED_START:+#x} while {old.waiting[0][0].name} waits on it",
                     code,
                     w,
                     lane,
@@ -392,7 +392,7 @@ def scatter_box(cta: Cta, address: int, data: Array, mode: int) -> None:
 def _shared_box_fault(w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str) -> bool:
     """Report a box that does not lie in shared memory or is misaligned."""
     cta = w.cta
-    place = f"{verb} of {size} bytes at shared+{address - SHARED_START:#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
+    place = f"{verb} of {size} bytes at shared{address - SHARED_START:+#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
     if address < SHARED_START or address + size > cta.shared_end:
         cta.report(
             "out_of_bounds", f"{place}: the launch has {cta.shared_end - SHARED_START} bytes of shared memory", code, w, lane, address

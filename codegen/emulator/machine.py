@@ -47,6 +47,8 @@ NONE_BYTES = bytes(WARP)
 FULL_BITS = 0xFFFF_FFFF
 _LANE_BITS = 1 << np.arange(WARP, dtype=np.uint64)
 NAMED_BARRIERS = 16
+MAX_RESIDENT = 1024
+"""CTAs that are resident at most; more are started only when the resident ones spin."""
 MBARRIER_LIMIT = (1 << 20) - 1
 
 
@@ -591,7 +593,7 @@ class Run:
     def run(self) -> None:
         """Run the grid to its end, to a deadlock (reported) or to the end of the instruction budget (PtxError)."""
         rng = self.random
-        mark = -1
+        mark = seen = -1
         report_at = 1 << 14
         for _ in range(self.residency):
             self.start_cta()
@@ -630,6 +632,10 @@ class Run:
                     raise PtxError(f"the launch was stopped after {self.instructions} warp instructions, its budget is {self.budget}")
                 if self.progress is not None:
                     self.progress(self.instructions)
+                if self.progress_count == seen and self.next_cta < self.total and len(self.resident) < MAX_RESIDENT:
+                    # Everybody spins: what they wait for may come from a CTA that has not started.
+                    self.start_cta()
+                seen = self.progress_count
 
     def _remove(self, place: int) -> None:
         warp = self.ready[place]
@@ -700,7 +706,7 @@ class Run:
                 text = f"barrier {what} ({bar.arrived} of {bar.count} threads have arrived)"
             elif kind == "mbarrier":
                 text = (
-                    f"mbarrier shared+{what.address - SHARED_START:#x} (phase {what.phase}, parity {what.phase & 1}, "
+                    f"mbarrier shared{what.address - SHARED_START:+#x} (phase {what.phase}, parity {what.phase & 1}, "
                     f"{what.pending} of {what.expected} arrivals pending, {what.tx} transaction bytes outstanding)"
                 )
             else:

@@ -122,7 +122,7 @@ def _operand_fault(w: Warp, code: Code, descriptor: MatrixDescriptor, mn: int, k
         at = low if low < SHARED_START else high - 2
         w.cta.report(
             "out_of_bounds",
-            f"{who} (PTX line {code.line}) reads an operand at shared+{low - SHARED_START:#x} to shared+{high - SHARED_START:#x}: "
+            f"{who} (PTX line {code.line}) reads an operand at shared{low - SHARED_START:+#x} to shared{high - SHARED_START:+#x}: "
             f"the launch has {w.cta.shared_end - SHARED_START} bytes of shared memory",
             code,
             w,
