@@ -22,7 +22,8 @@ from .config import ARCHES
 from .text import one_line
 
 PINNED_NVRTC = "13.0.88"
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# With a driver at hand NVRTC caches what ptxas made of a PTX, and a hit leaves the resource report out: no-cache.
+OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 CACHE_SCHEMA = 1
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import __version__
 from .. import compiler
 from ..config import Config, load_config, load_shipped, shipped_configs
 from ..render import has_attention
@@ -162,13 +162,6 @@ def measure_cell(gpu: Gpu, cell: Cell, dtype: str, mask: str, configs: list[Conf
 # --- the run -------------------------------------------------------------------------------------------------------------------
 
 
-def _version() -> str:
-    try:
-        return metadata.version("fa4gen")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _save(report: Report, out: Path) -> Path:
     path = out / f"{file_stem(report)}.json"
     write_whole(path, to_json(report).encode())
@@ -239,7 +232,7 @@ def run(options: BenchOptions, console: Console, errors: Console) -> int:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         gpu=gpu.info,
         nvrtc=compiler.nvrtc_version(),
-        fa4gen=_version(),
+        fa4gen=__version__,
         repeats=options.repeats,
         flush_bytes=gpu.flush_bytes,
         ceiling_gbs={"before": gpu.read_ceiling()},

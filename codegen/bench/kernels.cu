@@ -42,10 +42,11 @@ __device__ __forceinline__ void read_span(const uint4* data, unsigned* sink) {
     if (folded == 0x9e3779b9u) *sink = folded;
 }
 
+extern "C" __global__ void __launch_bounds__(256) bench_read_4x2(const uint4* data, unsigned* sink) { read_span<4, 2>(data, sink); }
 extern "C" __global__ void __launch_bounds__(256) bench_read_4x4(const uint4* data, unsigned* sink) { read_span<4, 4>(data, sink); }
 extern "C" __global__ void __launch_bounds__(256) bench_read_4x16(const uint4* data, unsigned* sink) { read_span<4, 16>(data, sink); }
 extern "C" __global__ void __launch_bounds__(256) bench_read_8x8(const uint4* data, unsigned* sink) { read_span<8, 8>(data, sink); }
-extern "C" __global__ void __launch_bounds__(256) bench_read_8x32(const uint4* data, unsigned* sink) { read_span<8, 32>(data, sink); }
+extern "C" __global__ void __launch_bounds__(256) bench_read_2x4(const uint4* data, unsigned* sink) { read_span<2, 4>(data, sink); }
 
 // --- delay -------------------------------------------------------------------------------------------------------------------
 

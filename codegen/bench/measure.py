@@ -32,7 +32,7 @@ FLUSH_L2_MULTIPLE = 4
 CEILING_BYTES = 4 << 30
 CEILING_REPEATS = 15
 # Loads in flight and steps of a thread's span: the ceiling is what the best of them reads.
-CEILING_SPANS = ((4, 4), (4, 16), (8, 8), (8, 32))
+CEILING_SPANS = ((2, 4), (4, 2), (4, 4), (4, 16), (8, 8))
 THREADS = 256
 VECTOR_BYTES = 16
 VALUES_CHUNK = 512
@@ -173,7 +173,7 @@ class Gpu:
             for loads, steps in CEILING_SPANS:
                 launch = self._read_launch(data, loads, steps)
                 seconds = [self.timed("read ceiling", launch.enqueue, flush=None, host_seconds=1e-5) for _ in range(CEILING_REPEATS)]
-                result[f"{loads}x{steps}"] = data.nbytes / float(np.median(seconds)) * 1e-9
+                result[f"{loads}x{steps}"] = round(data.nbytes / float(np.median(seconds)) * 1e-9, 1)
             return result
         finally:
             data.free()
@@ -310,7 +310,7 @@ class Checked:
 
 
 def _times(seconds: Sequence[float]) -> Times:
-    low, middle, high = (float(x) * 1e6 for x in np.percentile(np.array(seconds), (10, 50, 90)))
+    low, middle, high = (round(float(x) * 1e6, 3) for x in np.percentile(np.array(seconds), (10, 50, 90)))
     return Times(middle, low, high, len(seconds))
 
 

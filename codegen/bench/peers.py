@@ -8,6 +8,7 @@ Query rows of a KV head are packed (position-major) where the peer has no groupe
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -20,17 +21,26 @@ from ..backends.cuda import DeviceArray
 from ..text import one_line
 from .cells import Cell
 
+MAX_REASON = 160
+
 torch: Any = None
 triton: Any = None
 tl: Any = None
 _MISSING: dict[str, str] = {}
 
 
+def _reason(error: Exception) -> str:
+    """An exception in one short line: its first line, paths cut to file names, since reports travel."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = re.sub(r"(?:/[\w.+@-]+)+/([\w.+@-]+)", r"\1", f"{type(error).__name__}: {lines[0]}")
+    return one_line(text)[:MAX_REASON]
+
+
 def _import(name: str, package: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:  # a binary that does not fit raises what it likes
-        _MISSING[package] = one_line(f"{type(error).__name__}: {error}")[:200]
+        _MISSING[package] = _reason(error)
         return None
 
 
@@ -43,7 +53,6 @@ tl = _import("triton.language", "triton") if triton is not None else None
 
 PAGE_KEYS = 64
 FLASHINFER_WORKSPACE_BYTES = 256 << 20
-MAX_REASON = 160
 
 Time = Callable[[Callable[[], Any]], float]  # device seconds of what the callable enqueues
 
@@ -186,8 +195,7 @@ def prepare(name: str, tensors: Tensors) -> Peer:
         raise
     except Exception as error:  # each library has its own ways to say no
         torch.cuda.synchronize()  # raises where the device itself is lost
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        raise Refused(one_line(f"{type(error).__name__}: {lines[0]}")[:MAX_REASON]) from error
+        raise Refused(_reason(error)) from error
     return peer
 
 
@@ -417,12 +425,12 @@ def _triton_split(name: str, tensors: Tensors, variants: Sequence[Variant] = VAR
                 seconds = tensors.time(run)
             except Exception as error:  # too much shared memory, a compiler failure: the variant is out
                 torch.cuda.synchronize()
-                failure = f"{type(error).__name__}: {error}"
+                failure = _reason(error)
                 break
             if best is None or seconds < best[0]:
                 best = (seconds, run, f"{variant.tile_keys} keys, {variant.warps} warps, {variant.stages} stages, {partitions} partitions")
     if best is None:
-        raise Refused(one_line(failure)[:MAX_REASON])
+        raise Refused(failure)
     return Peer(name, best[1], tensors.unpack, best[2])
 
 
