@@ -122,7 +122,8 @@ def test_emit_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", "--config", "d64", "--out", str(out)]) == 0
 
 
-def test_list_shows_every_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_every_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["list"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     names = [row[0] for row in rows[1:]]
