@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from fa4gen.codegen import compiler, reference, render, tune, units
 from fa4gen.codegen.backends import BackendUnavailable
@@ -493,6 +495,127 @@ def test_the_installed_packages_own_config_is_not_touched(monkeypatch, tmp_path)
         tune.config_path("d512")
     (tmp_path / "pyproject.toml").touch()
     assert tune.config_path("d512.yaml") == (tmp_path / "configs" / "d512.yaml").resolve()
+
+
+# --- runs on a recorded GPU ----------------------------------------------------------------------------------------------------
+
+
+class RecordedOwn:
+    """Stands for a kernel on a problem: its time is a function of the config, its error of `wrong`."""
+
+    wrong: tuple[str, ...] = ()
+
+    def __init__(self, problem, config, name, source):
+        self.problem, self.config, self.name = problem, config, name
+        self.resources = compiler.KernelResources(100, 0, 0, 0, 0, 1)
+        self.grid = (128, 1, 1)
+
+    @property
+    def us(self) -> float:
+        return {"stream": 240.0}.get(self.name, 250.0 + 50 * (self.config.warpgroups == 1))
+
+    def lse_error(self) -> float:
+        return 1e-6
+
+    def free(self) -> None:
+        self.config = None
+
+
+@pytest.fixture
+def recorded_gpu(monkeypatch):
+    """measure's GPU side replaced by recorded figures; everything around it is the real thing. Yields the list of measured cells."""
+    measured = []
+
+    class Gpu:
+        def __init__(self):
+            self.backend = type("Backend", (), {"arch": "sm_90a", "device_name": "NVIDIA H200"})()
+            self.info, self.flush_bytes = dict(recorded().gpu), 1 << 28
+
+        def read_ceiling(self):
+            return {"4x4": 4600.0 + len(measured)}
+
+    class Problem:
+        def __init__(self, gpu, cell, dtype, *, causal):
+            self.gpu, self.cell, self.scale, self.causal = gpu, cell, 0.1, causal
+            measured.append(cell)
+
+        def free(self):
+            self.cell = None
+
+    def check(problem, own):
+        assert problem.cell is not None, "freed too early"
+        error = None if own.name == "stream" else 1.0 if own.config.name in RecordedOwn.wrong else 2e-3
+        return measure.Checked(own, error, 1e-5)
+
+    monkeypatch.setattr(measure, "Gpu", Gpu)
+    monkeypatch.setattr(measure, "Problem", Problem)
+    monkeypatch.setattr(measure, "Own", RecordedOwn)
+    monkeypatch.setattr(measure, "check", check)
+    monkeypatch.setattr(measure, "time_all", lambda gpu, checked, *, repeats: [times(item.implementation.us) for item in checked])
+    return measured
+
+
+def consoles() -> tuple[Console, Console]:
+    return Console(file=io.StringIO(), width=400), Console(file=io.StringIO(), width=400)
+
+
+def text_of(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def test_a_run_measures_reports_and_stores_every_cell(recorded_gpu, tmp_path):
+    console, errors = consoles()
+    options = command.BenchOptions(("d512", "d256"), ("depth=512,keys=64,batch=2",), "decode", tmp_path, "none", 7)
+    assert command.run(options, console, errors) == 0
+    assert [cell.depth for cell in recorded_gpu] == [512] * 6 + [256] * 5
+    stored = sorted(tmp_path.iterdir())
+    assert [path.suffix for path in stored] == [".json", ".svg"]
+    found = report.from_json(stored[0].read_text(), "stored")
+    assert [entry.cell for entry in found.cells] == recorded_gpu
+    assert found.repeats == 7
+    assert found.ceiling == 4611.0, "the larger of before and after"
+    assert set(found.configs) == {"d512", "d256"}
+    assert "250.0" in text_of(console)
+    assert "11/11 d256" in text_of(errors)
+
+
+def test_a_wrong_kernel_makes_the_run_exit_1(recorded_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordedOwn, "wrong", ("d256",))
+    console, errors = consoles()
+    assert command.run(command.BenchOptions(("d512", "d256"), out=tmp_path, peers="none"), console, errors) == 1
+    assert text_of(errors).count("out of bounds: d256") == 5
+
+
+def test_a_time_limit_leaves_cells_out_and_says_so(recorded_gpu, tmp_path):
+    console, errors = consoles()
+    with pytest.raises(command.BenchError, match="time limit"):
+        command.run(command.BenchOptions(("d512",), out=tmp_path, peers="none", time_limit=0.0), console, errors)
+    assert recorded_gpu == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tuning_keeps_the_fastest_that_is_right(recorded_gpu, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("ov_depth: 512\nshared_key: true\nwarpgroups: 1 # so far\n")
+    console, errors = consoles()
+    options = tune.TuneOptions(str(path), ("depth=512,keys=64",), fields=("warpgroups",))
+    assert tune.run(replace(options, write=False), console, errors) == 0
+    assert "warpgroups: 1" in path.read_text()
+    assert tune.run(options, console, errors) == 0
+    assert path.read_text() == "ov_depth: 512\nshared_key: true\nwarpgroups: 2 # so far\n"
+    assert "warpgroups 2 *" in text_of(console)
+    assert tune.run(options, console, errors) == 0
+    assert text_of(errors).rstrip().endswith("(unchanged)")
+
+
+def test_tuning_writes_nothing_where_nothing_is_right(recorded_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(RecordedOwn, "wrong", ("mine",))
+    path = tmp_path / "mine.yaml"
+    path.write_text("ov_depth: 512\nshared_key: true\n")
+    console, errors = consoles()
+    assert tune.run(tune.TuneOptions(str(path), ("depth=512,keys=64",), fields=("warpgroups",)), console, errors) == 1
+    assert path.read_text() == "ov_depth: 512\nshared_key: true\n"
+    assert "wrong on d512 b1 k64" in text_of(console)
 
 
 # --- commands ------------------------------------------------------------------------------------------------------------------
