@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from . import hazards as hz
 from .decode import Code
-from .hazards import Clock, unordered
+from .hazards import Clock
 from .machine import LANES, Cta, Warp
 from .memory import LOCAL_WINDOW, PARAM_WINDOW, POISON32, SHARED_START, SHARED_WINDOW, Mapping
 from .ptx import PtxError
@@ -102,7 +102,7 @@ def check_shared(
         if found is not None:
             bad, epochs_before = found
             _report_race(w, code, "shared", shadow.shift, index, bad, epochs_before, epochs, "write", who)
-        shadow.write[index] = epochs
+        shadow.note_write(index, epochs, strong)
         return
     bad_read, never, last = shadow.read_conflict(index, limits, strong)
     if bad_read is not None:
@@ -121,7 +121,7 @@ def check_shared(
             lane,
             at,
         )
-    column = shadow.column(w.actor if reader is None else reader)
+    column = shadow.column(w.actor if reader is None else reader, strong)
     shadow.read[index, column] = epochs
 
 
@@ -244,28 +244,9 @@ def check_global(
         epochs = epochs[:, None] if np.ndim(epochs) else epochs
     cta = w.cta.index
     clock = w.clock
-    last = page.write[index]
-    bad: Array | None = None
-    if _nonzero(last):
-        bad = unordered(last, page.write_cta[index], clock, cta, strong)
-        bad = bad if bad.any() else None
-    if bad is not None:
-        _global_race(w, code, mapping, start, size, bad, last, page.write_cta[index], epochs, write, who)
-    if write:
-        if page.read is not None and page.read_cta is not None:
-            reads, ctas = page.read[index], page.read_cta[index]
-            if _nonzero(reads):
-                late = unordered(reads, ctas, clock, cta, strong)
-                if late.any():
-                    pick = late.argmax(axis=-1)[..., None]
-                    some: Array = np.asarray(late.any(axis=-1))
-                    _global_race(
-                        w, code, mapping, start, size, some, np.take_along_axis(reads, pick, -1)[..., 0],
-                        np.take_along_axis(ctas, pick, -1)[..., 0], epochs, write, who,
-                    )  # fmt: skip
-        page.note_write(index, epochs, cta)
-    else:
-        page.note_read(index, epochs, cta)
+    for bad, before, ctas in page.conflicts(index, clock, cta, write, strong):
+        _global_race(w, code, mapping, start, bad, before, ctas, epochs, write, who)
+    page.note(index, epochs, cta, write, strong)
     if mapping.written is not None:
         offset = start - mapping.base
         if write:
@@ -289,22 +270,8 @@ def check_global(
                 )
 
 
-def _nonzero(values: Array) -> bool:
-    return bool(values.any())
-
-
 def _global_race(
-    w: Warp,
-    code: Code,
-    mapping: Mapping,
-    start: Int64,
-    size: int,
-    bad: Array,
-    before: Array,
-    ctas: Array,
-    epochs: Any,
-    write: bool,
-    who: str | None,
+    w: Warp, code: Code, mapping: Mapping, start: Int64, bad: Array, before: Array, ctas: Array, epochs: Any, write: bool, who: str | None
 ) -> None:
     place = int(bad.argmax())
     other = w.cta.access_of(int(before.flat[place]), int(ctas.flat[place]))

@@ -130,27 +130,28 @@ def _maximum(a: Int64, b: Int64) -> Int64:
 class Shadow:
     """Last accesses of a memory that one CTA's actors share, at an adaptive granule: it starts coarse and is refined to the narrowest access.
 
-    write [granules]: epoch of the last write, 0 when never written. read [granules, columns]: epoch of each reading actor's last read.
+    write [granules]: epoch of the last weak write, 0 when there is none; strong: the same of strong writes, once there are any.
+    read [granules, columns]: last read of each reading actor, strong reads in columns of their own.
     """
 
     def __init__(self, size: int, granule_shift: int, columns: int = 8) -> None:
         self.shift = granule_shift
-        self.size = size
         count = -(-size >> granule_shift) if granule_shift else size
         self.write: Int64 = np.zeros(count, np.int64)
+        self.strong: Int64 | None = None
         self.read: Int64 = np.zeros((count, columns), np.int64)
-        self.column_of: dict[int, int] = {}
+        self.column_of: dict[tuple[int, bool], int] = {}
         self.column_actors: Int64 = np.zeros(columns, np.int64)
 
-    def column(self, actor: int) -> int:
-        """The read column of an actor, made on first use."""
-        found = self.column_of.get(actor)
+    def column(self, actor: int, strong: bool = False) -> int:
+        """The read column of an actor, made on first use. It may reallocate `read`."""
+        found = self.column_of.get((actor, strong))
         if found is None:
             found = len(self.column_of)
             if found == self.read.shape[1]:
                 self.read = np.concatenate([self.read, np.zeros_like(self.read)], axis=1)
                 self.column_actors = np.concatenate([self.column_actors, np.zeros_like(self.column_actors)])
-            self.column_of[actor] = found
+            self.column_of[actor, strong] = found
             self.column_actors[found] = actor
         return found
 
@@ -159,41 +160,54 @@ class Shadow:
         if granule_shift < self.shift:
             factor = 1 << (self.shift - granule_shift)
             self.write = np.repeat(self.write, factor)
+            if self.strong is not None:
+                self.strong = np.repeat(self.strong, factor)
             self.read = np.repeat(self.read, factor, axis=0)
             self.shift = granule_shift
 
-    def read_conflict(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None, Int64]:
-        """(granules whose last write is unordered, granules never written, the last writes); None where there are none."""
+    def _writes(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_], Int64, Int64]:
+        """(granules whose last write is unordered, that write, the last write of either kind)."""
         last = self.write[index]
         bad = last > limits[last & _ACTOR]
+        if self.strong is None:
+            return bad, last, last
+        atomic = self.strong[index]
+        either = np.maximum(last, atomic)
         if strong:
-            bad &= (last & STRONG) == 0
-        never = last == 0
-        return (bad if bad.any() else None), (never if never.any() else None), last
+            return bad, last, either
+        late = atomic > limits[atomic & _ACTOR]
+        return bad | late, np.where(bad, last, atomic), either
+
+    def read_conflict(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None, Int64]:
+        """(granules whose last write is unordered, granules never written, those writes); None where there are none."""
+        bad, before, either = self._writes(index, limits, strong)
+        never = either == 0
+        return (bad if bad.any() else None), (never if never.any() else None), before
 
     def write_conflict(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_], Int64] | None:
         """Granules with an unordered earlier access and those accesses' epochs; None when all are ordered."""
-        last = self.write[index]
-        bad = last > limits[last & _ACTOR]
+        bad, before, _ = self._writes(index, limits, strong)
         reads = self.read[index]
         unordered = reads > limits[self.column_actors]
         if strong:
-            bad &= (last & STRONG) == 0
             unordered &= (reads & STRONG) == 0
         if not bad.any() and not unordered.any():
             return None
         any_read = unordered.any(axis=-1)
         pick = np.take_along_axis(reads, unordered.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-        return bad | any_read, np.where(bad, last, pick)
+        return bad | any_read, np.where(bad, before, pick)
+
+    def note_write(self, index: Any, epochs: Any, strong: bool) -> None:
+        if not strong:
+            self.write[index] = epochs
+            return
+        if self.strong is None:
+            self.strong = np.zeros_like(self.write)
+        self.strong[index] = epochs
 
 
 class GlobalShadow:
-    """Shadow of global memory, by pages of 64 KiB that exist once touched. Epochs carry the CTA beside them.
-
-    Each granule keeps the last write and up to four readers, one a bucket of (CTA, actor).
-    """
-
-    BUCKETS = 4
+    """Shadow of global memory, by pages of 64 KiB that exist once touched. Epochs carry the CTA beside them."""
 
     def __init__(self) -> None:
         self.pages: dict[int, GlobalPage] = {}
@@ -206,39 +220,77 @@ class GlobalShadow:
 
 
 class GlobalPage:
+    """Accesses of one page: the last weak write, the last strong write, and readers in buckets of (CTA, actor), four weak and two strong."""
+
+    WEAK_BUCKETS = 4
+    STRONG_BUCKETS = 2
+
     def __init__(self) -> None:
         self.shift = 4
-        count = 1 << (GLOBAL_PAGE_SHIFT - 4)
-        self.write: Int64 = np.zeros(count, np.int64)
-        self.write_cta: NDArray[np.int32] = np.zeros(count, np.int32)
-        self.read: Int64 | None = None
-        self.read_cta: NDArray[np.int32] | None = None
+        self.count = 1 << (GLOBAL_PAGE_SHIFT - 4)
+        self.planes: dict[str, tuple[Int64, NDArray[np.int32]]] = {}
+        """"write", "strong" and "read", each (epochs, CTAs), made on first use."""
 
     def refine(self, shift: int) -> None:
         if shift < self.shift:
             factor = 1 << (self.shift - shift)
-            self.write = np.repeat(self.write, factor)
-            self.write_cta = np.repeat(self.write_cta, factor)
-            if self.read is not None and self.read_cta is not None:
-                self.read = np.repeat(self.read, factor, axis=0)
-                self.read_cta = np.repeat(self.read_cta, factor, axis=0)
+            self.planes = {k: (np.repeat(e, factor, axis=0), np.repeat(c, factor, axis=0)) for k, (e, c) in self.planes.items()}
+            self.count *= factor
             self.shift = shift
 
-    def note_read(self, index: Any, epoch: Any, cta: int) -> None:
-        if self.read is None or self.read_cta is None:
-            self.read = np.zeros((len(self.write), GlobalShadow.BUCKETS), np.int64)
-            self.read_cta = np.zeros((len(self.write), GlobalShadow.BUCKETS), np.int32)
-        first = int(np.asarray(epoch).flat[0])
-        bucket = ((first & ACTOR_MASK) + 3 * cta) % GlobalShadow.BUCKETS
-        self.read[index, bucket] = epoch
-        self.read_cta[index, bucket] = cta
+    def _plane(self, name: str, columns: int = 0) -> tuple[Int64, NDArray[np.int32]]:
+        found = self.planes.get(name)
+        if found is None:
+            shape: Any = (self.count, columns) if columns else self.count
+            found = self.planes[name] = (np.zeros(shape, np.int64), np.zeros(shape, np.int32))
+        return found
 
-    def note_write(self, index: Any, epoch: Any, cta: int) -> None:
-        self.write[index] = epoch
-        self.write_cta[index] = cta
+    def conflicts(self, index: Any, clock: Clock, cta: int, write: bool, strong: bool) -> list[tuple[NDArray[np.bool_], Int64, Any]]:
+        """[(granules with an unordered earlier access, those accesses, their CTAs)], one item a kind of earlier access."""
+        result = []
+        for name in ("write",) if strong else ("write", "strong"):
+            plane = self.planes.get(name)
+            if plane is not None:
+                last = plane[0][index]
+                if last.any():
+                    ctas = plane[1][index]
+                    bad = unordered(last, ctas, clock, cta)
+                    if bad.any():
+                        result.append((bad, last, ctas))
+        reads = self.planes.get("read") if write else None
+        if reads is not None:
+            epochs = reads[0][index]
+            if epochs.any():
+                ctas = reads[1][index]
+                late = unordered(epochs, ctas, clock, cta)
+                if strong:
+                    late &= (epochs & STRONG) == 0
+                if late.any():
+                    pick = late.argmax(axis=-1)[..., None]
+                    result.append(
+                        (
+                            np.asarray(late.any(axis=-1)),
+                            np.take_along_axis(epochs, pick, -1)[..., 0],
+                            np.take_along_axis(ctas, pick, -1)[..., 0],
+                        )
+                    )
+        return result
+
+    def note(self, index: Any, epoch: Any, cta: int, write: bool, strong: bool) -> None:
+        """Record an access."""
+        if write:
+            epochs, ctas = self._plane("strong" if strong else "write")
+            epochs[index] = epoch
+            ctas[index] = cta
+            return
+        epochs, ctas = self._plane("read", self.WEAK_BUCKETS + self.STRONG_BUCKETS)
+        actor = (int(np.asarray(epoch).flat[0]) & ACTOR_MASK) + 3 * cta
+        bucket = self.WEAK_BUCKETS + actor % self.STRONG_BUCKETS if strong else actor % self.WEAK_BUCKETS
+        epochs[index, bucket] = epoch
+        ctas[index, bucket] = cta
 
 
-def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int, strong: bool) -> NDArray[np.bool_]:
+def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int) -> NDArray[np.bool_]:
     """Which of the accesses (epoch, CTA) did not happen before `clock` of CTA number `cta`; epoch 0 is no access."""
     own = ctas == cta
     actor = epochs & _ACTOR
@@ -257,6 +309,4 @@ def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int, strong: bool) ->
                 if known is not None and who < len(known) and flat_epoch[place] <= known[who]:
                     flat_bad[place] = False
             bad = flat_bad.reshape(bad.shape)
-    if strong:
-        bad &= (epochs & STRONG) == 0
     return bad

@@ -355,7 +355,7 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def _check_initialized(w: Warp, index: Any, who: Array, at: Array) -> None:
         shadow = w.cta.shadow
         assert shadow is not None
-        never = shadow.write[index] == 0
+        never = shadow.write[index] == 0 if shadow.strong is None else (shadow.write[index] | shadow.strong[index]) == 0
         if never.any():
             place = int(never.reshape(len(who), -1).any(axis=1).argmax())
             w.cta.report(
