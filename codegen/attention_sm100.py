@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ from .geometry_sm100 import SWIZZLE_BYTES, Sm100Geometry
 if TYPE_CHECKING:
     from .backends import Argument
 
+B200_SMS = 148
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -32,6 +33,15 @@ def query_tiles(tile_rows: int, q_len: int, group: int) -> tuple[int, int, int]:
     heads = min(group, tile_rows)
     positions = tile_rows // heads
     return heads, positions, -(-q_len // positions) * -(-group // tile_rows)
+
+
+def auto_partition_tiles(key_tiles: int, query_tiles: int, ctas: int, warpgroups: int) -> int:
+    """Key tiles of a partition, such that `ctas` CTAs have work where there are keys for them.
+
+    A partition has a tile for each warpgroup at least: one tile keeps a warpgroup idle, and costs a merge all the same.
+    """
+    partitions = max(1, min(ctas // query_tiles, key_tiles // warpgroups))
+    return -(-key_tiles // partitions)
 
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
@@ -57,13 +67,19 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("kv_heads", "unsigned", "KV heads"),
         ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
         ("scale", "float", "softmax scale"),
+        ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
+        ("partitions", "unsigned", "partitions that cover the keys; 1 needs no workspace"),
+        ("partial_o", "float*", f"workspace, [query tiles][partitions][{geo.depth // 4}][{geo.rows}][4] float32: O of each partition"),
+        ("partial_lse", "float*", f"workspace, [query tiles][partitions][{geo.rows}] float32: log2 of the LSE of each partition"),
+        ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
     ]
     return {
         "name": symbol(config, geo.arch),
         "block": [geo.threads, 1, 1],
         "grid": [
-            f"batch * kv_heads * ceil(q_len / positions) * ceil(group / {geo.tile_rows}) CTAs, "
-            f"heads = min(group, {geo.tile_rows}), positions = {geo.tile_rows} / heads",
+            "query tiles * partitions CTAs: "
+            f"query tiles = batch * kv_heads * ceil(q_len / positions) * ceil(group / {geo.tile_rows}), "
+            f"positions = {geo.tile_rows} / min(group, {geo.tile_rows})",
             1,
             1,
         ],
@@ -82,12 +98,16 @@ def attention_launch(
     lse: np.ndarray,
     *,
     scale: float | None = None,
+    ctas: int = B200_SMS,
+    partition_keys: int | Literal["auto"] | None = None,
 ) -> Launch:
-    """The launch that fills `out` and `lse`: one CTA a query tile.
+    """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
     q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
     multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
-    scale: softmax scale, default 1 / sqrt(depth).
+    scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, which "auto" fills.
+    partition_keys: keys of a partition, a multiple of the key tile; "auto": so that `ctas` CTAs have work (a sequence's bits then depend
+    on what else is in the batch); None: all keys in one partition.
     Raises ValueError where an array does not fit.
     """
     geo = _sm100(geo)
@@ -110,6 +130,18 @@ def attention_launch(
 
     heads, positions, tiles = query_tiles(geo.tile_rows, q_len, group)
     query_box = (1, 1, positions, heads)
+    items = batch * kv_heads * tiles
+    key_tiles = -(-keys // geo.block_keys)
+    if partition_keys is None:
+        partition_tiles = key_tiles
+    elif partition_keys == "auto":
+        partition_tiles = auto_partition_tiles(key_tiles, items, ctas, geo.warpgroups)
+    elif partition_keys > 0 and partition_keys % geo.block_keys == 0:
+        partition_tiles = partition_keys // geo.block_keys
+    else:
+        raise ValueError(f"a partition of {partition_keys} keys is not a positive multiple of {geo.block_keys}")
+    partitions = -(-key_tiles // partition_tiles)
+    parts = items * partitions if partitions > 1 else 1
     args: tuple[Argument, ...] = (
         _query_map(q, kv_heads, (*query_box, SUB_TILE_DEPTH), SWIZZLE_BYTES),
         _key_map(k, (1, 1, 1, geo.block_keys, SUB_TILE_DEPTH)),
@@ -118,8 +150,13 @@ def attention_launch(
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
+        np.uint32(partition_tiles),
+        np.uint32(partitions),
+        Uninitialized(np.empty((parts, geo.rows * geo.depth), np.float32)),
+        Uninitialized(np.empty((parts, geo.rows), np.float32)),
+        np.zeros(items, np.uint32),
     )
-    return Launch(symbol(config, geo.arch), (batch * kv_heads * tiles, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+    return Launch(symbol(config, geo.arch), (items * partitions, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 
 
 def _sm100(geo: Geometry) -> Sm100Geometry:
