@@ -30,13 +30,12 @@ class Bits:
         if span & (span - 1):
             raise ValueError(f"{span} is no power of two")
         words = self._generator.random_raw(int(np.prod(shape, dtype=np.int64)))
-        values: np.ndarray = (words >> np.uint64(64 - span.bit_length() + 1)).astype(np.int64).reshape(shape) + low
-        return values
+        top_bits = words >> np.uint64(64 - span.bit_length() + 1)
+        return np.asarray(top_bits.astype(np.int64).reshape(shape) + low)
 
     def dyadic(self, shape: tuple[int, ...], *, low: int, high: int, step: float) -> np.ndarray:
         """float32 multiples of `step` (a power of two): step * integers in [low, high)."""
-        values: np.ndarray = (self.integers(shape, low, high) * step).astype(np.float32)
-        return values
+        return np.asarray(self.integers(shape, low, high) * step, np.float32)
 
 
 def exchange_input(seed: int, name: str, *, count: int, rows: int) -> np.ndarray:

@@ -185,7 +185,9 @@ def test_level0_reads_each_lane_as_it_is(name, arch):
 def combine_variants() -> list[Config]:
     base = {"shared_key": False, "use_fma": True}
     return [
-        parse_config(base | {"name": "variant", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": depth, "out_dtype": out, "use_fma": fma})
+        parse_config(
+            base | {"name": "variant", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": depth, "out_dtype": out, "use_fma": fma}
+        )
         for m_pack in (2, 4)
         for depth in (64, 128)
         for out in ("bfloat16", "float16", "float32")
@@ -216,7 +218,11 @@ def test_combine_alone_has_one_barrier(name, arch, tmp_path):
     geo = derive(config, arch)
     # Stage and accumulator sizes only matter for addressing here: 32 KiB keeps static shared memory legal.
     harness = COMBINE_ALONE.format(
-        acc="unsigned" if arch == "sm_100a" else "const float*", out_ctype="fa4_bf16", stage=8192, ml=geo.combine_ml_bytes // 4, rows=geo.rows
+        acc="unsigned" if arch == "sm_100a" else "const float*",
+        out_ctype="fa4_bf16",
+        stage=8192,
+        ml=geo.combine_ml_bytes // 4,
+        rows=geo.rows,
     )
     module = compiler.compile_source(render(config, arch)["combine.cuh"] + harness, arch, "alone.cu")
     assert len(re.findall(r"\bbar\.sync\b", module.ptx)) == 1
@@ -236,7 +242,9 @@ def test_combine_is_within_its_bound(config, arch):
 @pytest.mark.parametrize("m_pack", [2, 4])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 def test_both_targets_combine_to_the_same_bits(m_pack, out_dtype):
-    config = parse_config({"name": "v", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": 128, "shared_key": False, "out_dtype": out_dtype})
+    config = parse_config(
+        {"name": "v", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": 128, "shared_key": False, "out_dtype": out_dtype}
+    )
     outputs = []
     for arch in ARCHES:
         case = units.combine_case(config, derive(config, arch), seed=11)
@@ -251,7 +259,9 @@ def test_both_targets_combine_to_the_same_bits(m_pack, out_dtype):
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 def test_empty_partitions_are_finite_and_exact(arch, m_pack, out_dtype):
     """One partition with keys and l a power of two: the result is its O / l exactly, whichever partition it is."""
-    config = parse_config({"name": "v", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": 64, "shared_key": False, "out_dtype": out_dtype})
+    config = parse_config(
+        {"name": "v", "m_pack": m_pack, "rows": 128 // m_pack, "ov_depth": 64, "shared_key": False, "out_dtype": out_dtype}
+    )
     geo = derive(config, arch)
     image = golden.Bits(0, "empty").dyadic((m_pack, geo.rows, 64), low=-64, high=64, step=2.0**-4)
     row_max, row_sum = np.full((m_pack, geo.rows), -np.inf, np.float32), np.zeros((m_pack, geo.rows), np.float32)
@@ -273,7 +283,9 @@ def test_empty_partitions_are_finite_and_exact(arch, m_pack, out_dtype):
 @pytest.mark.parametrize("name", shipped_configs())
 def test_headers_compile_together_and_twice(name, arch):
     """A user may include several of them, in any order and again."""
-    headers = [text.replace("#pragma once\n", "") for file, text in sorted(render(load_config(name), arch).items()) if file.endswith(".cuh")]
+    headers = [
+        text.replace("#pragma once\n", "") for file, text in sorted(render(load_config(name), arch).items()) if file.endswith(".cuh")
+    ]
     compiler.compile_source("\n".join(headers) + '\nextern "C" __global__ void empty() {}\n', arch, "headers.cu")
 
 

@@ -89,7 +89,10 @@ def test_golden_inputs_depend_on_seed_and_stream_only():
 
 
 def test_attention_input_holds_its_hard_cases():
-    q, k, v = (a.astype(np.float64) for a in golden.attention_input(0, batch=1, q_len=2, q_heads=8, kv_heads=1, keys=64, depth=512, dtype=np.dtype(np.float32)))
+    q, k, v = (
+        a.astype(np.float64)
+        for a in golden.attention_input(0, batch=1, q_len=2, q_heads=8, kv_heads=1, keys=64, depth=512, dtype=np.dtype(np.float32))
+    )
     scores = np.einsum("hd,kd->hk", q[0, 0], k[0, :, 0]) / np.sqrt(512)
     assert (scores[0] == 0).all()
     assert scores[1].argmax() == 32
