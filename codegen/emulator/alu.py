@@ -178,7 +178,8 @@ def high_product(a: Array, b: Array) -> Array:
     high = ah * bh + (middle >> half) + (other >> half)
     if a.dtype.kind == "i":
         high = high - np.where(a < 0, ub, np.uint64(0)) - np.where(b < 0, ua, np.uint64(0))
-    return high.view(a.dtype)
+    full: Array = high.view(a.dtype)
+    return full
 
 
 _WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -397,12 +398,12 @@ def _special(name: str, approximate: Any, exact: Any, section: str) -> None:
         elif kind == "f64" and name in ("rcp", "sqrt", "rsqrt"):
             mode = rounding_of(words)
             one = np.ones(32)
-            double: Callable[[Array], Any] = {
+            doubles: dict[str, Callable[[Array], Any]] = {
                 "rcp": lambda a: fp.div_f64(one, a, mode),
                 "sqrt": np.sqrt,
                 "rsqrt": lambda a: 1.0 / np.sqrt(a),
-            }[name]
-            return simple(asm, into1(double), kind, 1)
+            }
+            return simple(asm, into1(doubles[name]), kind, 1)
         elif kind in ("f16", "bf16", "f16x2", "bf16x2") and name in ("ex2", "tanh"):
             fmt = float_format(kind)
             half = fp.ex2_approx_16 if name == "ex2" else fp.tanh_approx_16
@@ -683,7 +684,8 @@ def _dot(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def dot(a: Array, b: Array, c: Array) -> Array:
         x = np.ascontiguousarray(a).view(left).reshape(32, 4).astype(np.int64)
         y = np.ascontiguousarray(b).view(right).reshape(32, 4).astype(np.int64)
-        return (x * y).sum(axis=1).astype(np.int64).astype(np.uint32).view(KINDS[kind]) + c
+        total: Array = (x * y).sum(axis=1).astype(np.uint32).view(KINDS[kind]) + c
+        return total
 
     return simple(asm, into3(dot), kind, 3, sources=["u32", "u32", kind])
 

@@ -128,7 +128,7 @@ def _maximum(a: Int64, b: Int64) -> Int64:
 
 
 class Shadow:
-    """Last accesses of a memory that one CTA's actors share, at an adaptive granule: it starts coarse and is refined to the narrowest access.
+    """Last accesses of a memory that one CTA's actors share, at a granule that starts coarse and is refined to the narrowest access.
 
     write [granules]: epoch of the last weak write, 0 when there is none; strong: the same of strong writes, once there are any.
     read [granules, columns]: last read of each reading actor, strong reads in columns of their own.
@@ -220,7 +220,7 @@ class GlobalShadow:
 
 
 class GlobalPage:
-    """Accesses of one page: the last weak write, the last strong write, and readers in buckets of (CTA, actor), four weak and two strong."""
+    """Accesses of one page: the last weak write, the last strong write, and readers by (CTA, actor) in four weak and two strong buckets."""
 
     WEAK_BUCKETS = 4
     STRONG_BUCKETS = 2

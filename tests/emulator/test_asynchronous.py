@@ -37,11 +37,13 @@ def test_phases_parity_states_and_counts(assemble):
         mbarrier.pending_count.b64 %r2, %rd1;
         mbarrier.arrive.shared::cta.b64 %rd2, [b]; mbarrier.test_wait.shared.b64 %p2, [b], %rd1; @%p2 or.b32 %r1, %r1, 4;
         mbarrier.test_wait.parity.shared.b64 %p2, [b], 0; @%p2 or.b32 %r1, %r1, 8;
-        mbarrier.arrive.release.cta.shared::cta.b64 %rd3, [b], 2; mbarrier.test_wait.parity.shared.b64 %p2, [b], 1; @%p2 or.b32 %r1, %r1, 16;
+        mbarrier.arrive.release.cta.shared::cta.b64 %rd3, [b], 2; mbarrier.test_wait.parity.shared.b64 %p2, [b], 1;
+        @%p2 or.b32 %r1, %r1, 16;
         mbarrier.test_wait.parity.shared.b64 %p2, [b], 0; @%p2 or.b32 %r1, %r1, 32;
         mbarrier.arrive.expect_tx.shared::cta.b64 _, [b], 64; mbarrier.arrive.shared.b64 _, [b];
         mbarrier.test_wait.parity.shared.b64 %p2, [b], 0; @%p2 or.b32 %r1, %r1, 64;
-        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [b], 64; mbarrier.test_wait.parity.shared.b64 %p2, [b], 0; @%p2 or.b32 %r1, %r1, 128;
+        mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [b], 64; mbarrier.test_wait.parity.shared.b64 %p2, [b], 0;
+        @%p2 or.b32 %r1, %r1, 128;
         mbarrier.inval.shared.b64 [b]; st.global.v2.u32 [%rd60], {%r1, %r2};
         """,
         "out",
@@ -55,7 +57,8 @@ def test_phases_parity_states_and_counts(assemble):
 
 def test_arrive_drop_lowers_later_phases(assemble):
     program = assemble(
-        "setp.ne.u32 %p1, %tid, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 2; mbarrier.arrive_drop.shared.b64 _, [b]; mbarrier.arrive.shared.b64 _, [b];"
+        "setp.ne.u32 %p1, %tid, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 2; mbarrier.arrive_drop.shared.b64 _, [b];"
+        "mbarrier.arrive.shared.b64 _, [b];"
         "mbarrier.arrive.shared.b64 _, [b];" + wait("b", 1, 2) + "st.global.u32 [%rd60], 1;",
         "out",
         shared=".shared .align 8 .b64 b;",
@@ -69,7 +72,11 @@ def test_arrive_drop_lowers_later_phases(assemble):
     ("body", "kind"),
     [
         ("mbarrier.arrive.shared.b64 _, [b]; // HERE", "uninitialized"),
-        ("mbarrier.init.shared.b64 [b], 1; mbarrier.expect_tx.relaxed.cta.shared.b64 [b], 16;\nmbarrier.arrive.shared.b64 _, [b], 2; // HERE", "mbarrier"),
+        (
+            "mbarrier.init.shared.b64 [b], 1; mbarrier.expect_tx.relaxed.cta.shared.b64 [b], 16;\n"
+            "mbarrier.arrive.shared.b64 _, [b], 2; // HERE",
+            "mbarrier",
+        ),
         ("mbarrier.init.shared.b64 [b+4], 1; // HERE", "misaligned"),
     ],
 )
@@ -102,7 +109,8 @@ def test_arrive_releases_and_wait_acquires(assemble):
 # --------------------------------------------------------------------------------------------------------------- tensor copies
 
 LOAD = """
-    mov.u32 %r1, dyn; add.u32 %r1, %r1, 1023; and.b32 %r1, %r1, 0xfffffc00; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; cvta.param.u64 %rd10, map_address;
+    mov.u32 %r1, dyn; add.u32 %r1, %r1, 1023; and.b32 %r1, %r1, 0xfffffc00; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0;
+    cvta.param.u64 %rd10, map_address;
     @%p1 mbarrier.init.shared.b64 [%r2], 1; @%p1 fence.mbarrier_init.release.cluster; bar.sync 0;
     @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {bytes};
     @%p1 cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [{map}, {{{coords}}}], [%r2];
@@ -128,7 +136,8 @@ def tensor_program(body, out=True, maps=1):
 
 COPY_OUT = """
     // Copy {bytes} bytes of the box to `out`, linearly.
-    mov.u32 %r10, %tid; L: setp.ge.u32 %p5, %r10, {words}; @%p5 bra E; shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11; ld.shared.u32 %r13, [%r12];
+    mov.u32 %r10, %tid; L: setp.ge.u32 %p5, %r10, {words}; @%p5 bra E; shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11;
+    ld.shared.u32 %r13, [%r12];
     cvt.u64.u32 %rd1, %r11; add.s64 %rd1, %rd60, %rd1; st.global.u32 [%rd1], %r13; add.u32 %r10, %r10, 32; bra L; E:
 """
 
@@ -137,7 +146,9 @@ def load_box(tensor_map, coords, seed=0):
     """What a load leaves in shared memory (1,024-byte aligned), as bytes."""
     size = tensor_map.box_bytes
     text = LOAD.replace("cvta.param.u64 %rd10, map_address;", "mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;")
-    body = text.format(bytes=size, rank=len(coords), map="%rd10", coords=", ".join(map(str, coords))) + COPY_OUT.format(bytes=size, words=size // 4)
+    body = text.format(bytes=size, rank=len(coords), map="%rd10", coords=", ".join(map(str, coords))) + COPY_OUT.format(
+        bytes=size, words=size // 4
+    )
     out = np.zeros(size, np.uint8)
     result = tensor_program(body).launch("k", 1, 32, size + 1024, [tensor_map, out], seed=seed)
     assert not result.hazards, [str(h) for h in result.hazards]
@@ -164,7 +175,9 @@ def test_load_swizzles_and_fills_out_of_bounds(mode, coords):
     linear = expected_box(array, box, coords).tobytes()
     smem = load_box(tensor_map, coords, seed=abs(coords[0]))
     # The swizzle acts on the absolute address; the destination is a multiple of 1,024.
-    assert smem.tobytes() == bytes(linear[i] if mode == 0 else linear[int(np.flatnonzero(swizzle(np.arange(len(linear)), mode) == i)[0])] for i in range(len(linear)))
+    assert smem.tobytes() == bytes(
+        linear[i] if mode == 0 else linear[int(np.flatnonzero(swizzle(np.arange(len(linear)), mode) == i)[0])] for i in range(len(linear))
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
@@ -186,9 +199,12 @@ def test_nan_fill_and_a_view_with_its_own_strides():
 
 
 STORE = """
-    mov.u32 %r1, dyn; mov.u32 %r10, %tid; L: setp.ge.u32 %p5, %r10, {words}; @%p5 bra E; shl.b32 %r11, %r10, 2; add.u32 %r12, %r1, %r11; add.u32 %r13, %r10, 1;
-    st.shared.u32 [%r12], %r13; add.u32 %r10, %r10, 32; bra L; E: fence.proxy.async.shared::cta; bar.sync 0; mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;
-    setp.eq.u32 %p1, %tid, 0; @%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd10, {{{coords}}}], [%r1]; @%p1 cp.async.bulk.commit_group;
+    mov.u32 %r1, dyn; mov.u32 %r10, %tid; L: setp.ge.u32 %p5, %r10, {words}; @%p5 bra E; shl.b32 %r11, %r10, 2;
+    add.u32 %r12, %r1, %r11; add.u32 %r13, %r10, 1;
+    st.shared.u32 [%r12], %r13; add.u32 %r10, %r10, 32; bra L; E: fence.proxy.async.shared::cta; bar.sync 0; mov.b64 %rd9, map0;
+    cvta.param.u64 %rd10, %rd9;
+    setp.eq.u32 %p1, %tid, 0; @%p1 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd10, {{{coords}}}], [%r1];
+    @%p1 cp.async.bulk.commit_group;
     {wait} {after}
 """
 
@@ -198,12 +214,18 @@ STORE = """
 def test_store_writes_in_bounds_only(mode, coords):
     array = np.zeros((6, 32), np.uint32)
     tensor_map = TensorMap(array, (4, 32), swizzle=mode)
-    program = tensor_program(STORE.format(words=128, coords=f"{coords[0]}, {coords[1]}", wait="@%p1 cp.async.bulk.wait_group 0;", after=""), out=False)
+    program = tensor_program(
+        STORE.format(words=128, coords=f"{coords[0]}, {coords[1]}", wait="@%p1 cp.async.bulk.wait_group 0;", after=""), out=False
+    )
     for seed in SEEDS:
         array[:] = 0
         assert not kinds(program, [tensor_map], smem=1024, seed=seed)
         data = np.arange(1, 129, dtype=np.uint32)
-        box = data if not mode else data[(swizzle(np.arange(0, 512, 16) + 0, mode) // 16)[:, None].repeat(4, 1).ravel() * 4 + np.tile(np.arange(4), 32)]
+        box = (
+            data
+            if not mode
+            else data[(swizzle(np.arange(0, 512, 16) + 0, mode) // 16)[:, None].repeat(4, 1).ravel() * 4 + np.tile(np.arange(4), 32)]
+        )
         expected = np.zeros_like(array)
         for y, x in np.ndindex(4, 32):
             if 0 <= coords[1] + y < 6 and 0 <= coords[0] + x < 32:
@@ -213,7 +235,11 @@ def test_store_writes_in_bounds_only(mode, coords):
 
 def test_source_of_a_store_may_be_reused_only_after_its_wait():
     again = "@%p1 st.shared.u32 [%r1], 0;"
-    for waiting, expected in (("@%p1 cp.async.bulk.wait_group.read 0;", set()), ("@%p1 cp.async.bulk.wait_group.read 1;", {"race"}), ("", {"race"})):
+    for waiting, expected in (
+        ("@%p1 cp.async.bulk.wait_group.read 0;", set()),
+        ("@%p1 cp.async.bulk.wait_group.read 1;", {"race"}),
+        ("", {"race"}),
+    ):
         program = tensor_program(STORE.format(words=128, coords="0, 0", wait=waiting, after=again), out=False)
         for seed in SEEDS:
             assert kinds(program, [TensorMap(np.zeros((6, 32), np.uint32), (4, 32))], smem=1024, seed=seed) == expected
@@ -244,9 +270,17 @@ def test_reading_a_box_before_its_barrier_is_a_race_and_two_loads_conflict():
         assert "race" in kinds(tensor_program(twice, out=False), args, 64, 2048, seed)
 
 
-@pytest.mark.parametrize(("change", "kind"), [(("add.u32 %r1, %r1, 1023;", "add.u32 %r1, %r1, 70;"), "misaligned"), (("and.b32 %r1, %r1, 0xfffffc00;", "add.u32 %r1, %r1, 2049;"), "out_of_bounds")])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (("add.u32 %r1, %r1, 1023;", "add.u32 %r1, %r1, 70;"), "misaligned"),
+        (("and.b32 %r1, %r1, 0xfffffc00;", "add.u32 %r1, %r1, 2049;"), "out_of_bounds"),
+    ],
+)
 def test_faulty_destinations(change, kind):
-    text = LOAD.replace("cvta.param.u64 %rd10, map_address;", "mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;").format(bytes=512, rank=2, map="%rd10", coords="0, 0")
+    text = LOAD.replace("cvta.param.u64 %rd10, map_address;", "mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;").format(
+        bytes=512, rank=2, map="%rd10", coords="0, 0"
+    )
     text = text.replace(*change)
     if kind == "misaligned":
         text = text.replace("and.b32 %r1, %r1, 0xfffffc00;", "")
@@ -256,8 +290,10 @@ def test_faulty_destinations(change, kind):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"box": (4, 257)}, "1..256"), ({"box": (4, 6)}, "multiple of 16"), ({"box": (4, 32), "swizzle": 64}, "wider than"), ({"box": (4,)}, "rank 2"),
-        ({"box": (4, 32), "strides": (8,)}, "multiple of 16"), ({"box": (4, 32), "shape": (17, 32)}, "ends at byte"), ({"box": (4, 32), "swizzle": 16}, "modes"),
+        ({"box": (4, 257)}, "1..256"), ({"box": (4, 6)}, "multiple of 16"), ({"box": (4, 32), "swizzle": 64}, "wider than"),
+        ({"box": (4,)}, "rank 2"),
+        ({"box": (4, 32), "strides": (8,)}, "multiple of 16"), ({"box": (4, 32), "shape": (17, 32)}, "ends at byte"),
+        ({"box": (4, 32), "swizzle": 16}, "modes"),
         ({"box": (4, 32), "element_strides": (9, 1)}, "1..8"), ({"box": (4, 32), "offset_bytes": 8}, "multiple of 16"),
     ],
 )  # fmt: skip
@@ -275,9 +311,12 @@ def test_bulk_copies_in_and_out(assemble):
         """
         setp.ne.u32 %p1, %tid, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; mbarrier.arrive.expect_tx.shared.b64 _, [b], 256;
         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%rd61], 256, [b];
-        W: mbarrier.try_wait.parity.shared.b64 %p2, [b], 0; @!%p2 bra W; ld.shared.u32 %r1, [s]; add.u32 %r1, %r1, 1; st.shared.u32 [s], %r1;
-        fence.proxy.async.shared::cta; cp.async.bulk.global.shared::cta.bulk_group [%rd60], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-        cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd60], [s], 128; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+        W: mbarrier.try_wait.parity.shared.b64 %p2, [b], 0; @!%p2 bra W; ld.shared.u32 %r1, [s]; add.u32 %r1, %r1, 1;
+        st.shared.u32 [s], %r1;
+        fence.proxy.async.shared::cta; cp.async.bulk.global.shared::cta.bulk_group [%rd60], [s], 256; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
+        cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd60], [s], 128; cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group 0;
         """,
         "out x",
         shared=".shared .align 128 .b8 s[256]; .shared .align 8 .b64 b;",
@@ -293,9 +332,12 @@ def test_bulk_copies_in_and_out(assemble):
 
 def test_cp_async_groups(assemble):
     body = """
-        shl.b32 %r1, %tid, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r1; cvt.u64.u32 %rd1, %r1; add.s64 %rd2, %rd61, %rd1; add.s64 %rd3, %rd60, %rd1;
-        cp.async.cg.shared.global [%r2], [%rd2], 16; cp.async.commit_group; cp.async.ca.shared.global [%r2+512], [%rd2], 8, 4; cp.async.commit_group;
-        cp.async.wait_group {keep}; ld.shared.v2.u32 {{%r3, %r4}}, [%r2]; ld.shared.u32 %r5, [%r2+{second}]; st.global.v4.u32 [%rd3], {{%r3, %r4, %r5, 0}};
+        shl.b32 %r1, %tid, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r1; cvt.u64.u32 %rd1, %r1; add.s64 %rd2, %rd61, %rd1;
+        add.s64 %rd3, %rd60, %rd1;
+        cp.async.cg.shared.global [%r2], [%rd2], 16; cp.async.commit_group; cp.async.ca.shared.global [%r2+512], [%rd2], 8, 4;
+        cp.async.commit_group;
+        cp.async.wait_group {keep}; ld.shared.v2.u32 {{%r3, %r4}}, [%r2]; ld.shared.u32 %r5, [%r2+{second}];
+        st.global.v4.u32 [%rd3], {{%r3, %r4, %r5, 0}};
     """
     x = np.random.default_rng(1).integers(0, 1 << 32, (32, 4), np.uint32)
     for keep, second, expected in ((0, 516, set()), (1, 8, set()), (1, 516, {"race"}), (2, 8, {"race"})):
@@ -313,15 +355,18 @@ def test_cp_async_groups(assemble):
 RING = """
     // Warp 0 loads tiles of 512 bytes into 2 slots; warps 1 and 2 add them up. full: b[0..1], empty: b[2..3].
     mov.u32 %r1, dyn; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;
-    @%p1 mbarrier.init.shared.b64 [%r2], 1; @%p1 mbarrier.init.shared.b64 [%r2+8], 1; @%p1 mbarrier.init.shared.b64 [%r2+16], 2; @%p1 mbarrier.init.shared.b64 [%r2+24], 2;
+    @%p1 mbarrier.init.shared.b64 [%r2], 1; @%p1 mbarrier.init.shared.b64 [%r2+8], 1; @%p1 mbarrier.init.shared.b64 [%r2+16], 2;
+    @%p1 mbarrier.init.shared.b64 [%r2+24], 2;
     bar.sync 0; mov.u32 %r3, 0; mov.u32 %r9, 0; setp.ne.u32 %p2, %warp, 0; @%p2 bra CONSUME; setp.ne.u32 %p3, %lane, 0; @%p3 bra END;
-    PRODUCE: and.b32 %r4, %r3, 1; shr.u32 %r5, %r3, 1; and.b32 %r5, %r5, 1; xor.b32 %r6, %r5, {first}; shl.b32 %r7, %r4, 3; add.u32 %r7, %r2, %r7;
+    PRODUCE: and.b32 %r4, %r3, 1; shr.u32 %r5, %r3, 1; and.b32 %r5, %r5, 1; xor.b32 %r6, %r5, {first}; shl.b32 %r7, %r4, 3;
+    add.u32 %r7, %r2, %r7;
     PW: {empty} shl.b32 %r8, %r4, 9; add.u32 %r8, %r1, %r8; shl.b32 %r10, %r3, 2;
     mbarrier.arrive.expect_tx.shared.b64 _, [%r7], 512;
     cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r8], [%rd10, {{0, %r10}}], [%r7];
     add.u32 %r3, %r3, 1; setp.lt.u32 %p5, %r3, 8; @%p5 bra PRODUCE; bra END;
     CONSUME: and.b32 %r4, %r3, 1; shr.u32 %r5, %r3, 1; and.b32 %r5, %r5, 1; shl.b32 %r7, %r4, 3; add.u32 %r7, %r2, %r7;
-    CW: {full} shl.b32 %r8, %r4, 9; add.u32 %r8, %r1, %r8; sub.u32 %r11, %warp, 1; mad.lo.u32 %r8, %r11, 256, %r8; shl.b32 %r12, %lane, 3; add.u32 %r8, %r8, %r12;
+    CW: {full} shl.b32 %r8, %r4, 9; add.u32 %r8, %r1, %r8; sub.u32 %r11, %warp, 1; mad.lo.u32 %r8, %r11, 256, %r8;
+    shl.b32 %r12, %lane, 3; add.u32 %r8, %r8, %r12;
     {read} add.u32 %r9, %r9, %r13; add.u32 %r9, %r9, %r14; {release}
     add.u32 %r3, %r3, 1; setp.lt.u32 %p5, %r3, 8; @%p5 bra CONSUME;
     sub.u32 %r15, %tid, 32; mul.wide.u32 %rd1, %r15, 4; add.s64 %rd1, %rd60, %rd1; st.global.u32 [%rd1], %r9; END:
@@ -338,7 +383,9 @@ PARTS = {
 def run_ring(seed, **changes):
     array = np.random.default_rng(3).integers(0, 1000, (32, 32)).astype(np.uint32)
     out = np.zeros(64, np.uint32)
-    result = tensor_program(RING.format(**{**PARTS, **changes})).launch("k", 1, 96, 1024, [TensorMap(array, (4, 32)), Uninitialized(out)], seed=seed)
+    result = tensor_program(RING.format(**{**PARTS, **changes})).launch(
+        "k", 1, 96, 1024, [TensorMap(array, (4, 32)), Uninitialized(out)], seed=seed
+    )
     return {h.kind for h in result.hazards}, out, array.reshape(8, 64, 2).sum(axis=(0, 2))
 
 
@@ -354,7 +401,11 @@ def test_ring_is_clean_and_right_under_every_seed():
     [
         {"empty": ""},
         {"full": ""},
-        {"release": "setp.eq.u32 %p6, %lane, 0; @%p6 mbarrier.arrive.shared.b64 _, [%r7+16];", "read": "", "full": PARTS["full"] + PARTS["release"] + PARTS["read"]},
+        {
+            "release": "setp.eq.u32 %p6, %lane, 0; @%p6 mbarrier.arrive.shared.b64 _, [%r7+16];",
+            "read": "",
+            "full": PARTS["full"] + PARTS["release"] + PARTS["read"],
+        },
         {"full": PARTS["full"].replace("[%r7]", "[%r7+16]")},
         {"first": "0"},
     ],

@@ -17,7 +17,8 @@ PTX = """.version 8.0
 .address_size 64
 .entry scale(.param .u64 out, .param .u64 x, .param .f32 factor, .param .u32 offset) {
 .reg .b32 %r<8>; .reg .f32 %f<4>; .reg .b64 %rd<8>;
-ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [x]; ld.param.f32 %f1, [factor]; ld.param.u32 %r4, [offset]; mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x;
+ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [x]; ld.param.f32 %f1, [factor]; ld.param.u32 %r4, [offset]; mov.u32 %r1, %tid.x;
+mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x;
 mad.lo.u32 %r1, %r2, %r3, %r1; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd2, %rd3; ld.global.f32 %f2, [%rd4]; mul.f32 %f2, %f2, %f1;
 cvt.u64.u32 %rd5, %r4; add.s64 %rd3, %rd3, %rd5; add.s64 %rd4, %rd1, %rd3; st.global.f32 [%rd4], %f2; ret; }
 """
@@ -32,7 +33,9 @@ def folder(tmp_path):
 
 def run(folder, args, file="k.ptx", entry="scale", grid="2", block="32", **options):
     stderr = io.StringIO()
-    status = run_command(folder / file, entry, grid, block, args=[a.replace("@", str(folder) + "/") for a in args], stderr=stderr, **options)
+    status = run_command(
+        folder / file, entry, grid, block, args=[a.replace("@", str(folder) + "/") for a in args], stderr=stderr, **options
+    )
     return status, stderr.getvalue()
 
 
@@ -100,9 +103,12 @@ def test_tensor_map_arguments(folder):
         .address_size 64
         .entry copy(.param .align 64 .b8 source[128], .param .align 64 .b8 target[128]) {
         .reg .pred %p<4>; .reg .b32 %r<8>; .reg .b64 %rd<8>; .shared .align 128 .b8 s[512]; .shared .align 8 .b64 b;
-        mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; mov.b64 %rd1, source; cvta.param.u64 %rd1, %rd1; mov.b64 %rd2, target; cvta.param.u64 %rd2, %rd2;
-        mbarrier.arrive.expect_tx.shared.b64 _, [b], 512; cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%rd1, {0, 4}], [b];
-        W: mbarrier.try_wait.parity.shared.b64 %p2, [b], 0; @!%p2 bra W; cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd2, {0, 0}], [s];
+        mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; mov.b64 %rd1, source;
+        cvta.param.u64 %rd1, %rd1; mov.b64 %rd2, target; cvta.param.u64 %rd2, %rd2;
+        mbarrier.arrive.expect_tx.shared.b64 _, [b], 512;
+        cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%rd1, {0, 4}], [b];
+        W: mbarrier.try_wait.parity.shared.b64 %p2, [b], 0; @!%p2 bra W;
+        cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd2, {0, 0}], [s];
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; ret; }"""
     )
     np.save(folder / "m.npy", np.arange(512, dtype=np.uint32).reshape(16, 32))
@@ -110,7 +116,11 @@ def test_tensor_map_arguments(folder):
         (folder / f"{name}.json").write_text(json.dumps({"array": array, "box": [4, 32], "swizzle": 128}))
     assert run(folder, ["tensormap:@a.json", "tensormap:@b.json"], file="t.ptx", entry="copy", grid="1") == (0, "")
     assert (np.load(folder / "n.npy") == np.arange(128, 256).reshape(4, 32)).all()
-    for content, words in (("{", "not JSON"), ('{"box": [4]}', "at least"), ('{"array": "in:x", "box": [1], "boxx": 1}', "unknown field 'boxx'")):
+    for content, words in (
+        ("{", "not JSON"),
+        ('{"box": [4]}', "at least"),
+        ('{"array": "in:x", "box": [1], "boxx": 1}', "unknown field 'boxx'"),
+    ):
         (folder / "a.json").write_text(content)
         status, text = run(folder, ["tensormap:@a.json", "tensormap:@b.json"], file="t.ptx", entry="copy", grid="1")
         assert (status, text.count("\n")) == (2, 1)

@@ -61,7 +61,11 @@ def test_one_lane_may_wait_for_another_of_its_warp(assemble):
         JOIN: bar.warp.sync -1;
     """
     for seed in SEEDS:
-        program = assemble("mov.u32 %r9, 0; @%p0 bra X; st.volatile.shared.u32 [flag], %r9; X: bar.warp.sync -1;" + body + STORE, "out", shared=".shared .u32 flag;")
+        program = assemble(
+            "mov.u32 %r9, 0; @%p0 bra X; st.volatile.shared.u32 [flag], %r9; X: bar.warp.sync -1;" + body + STORE,
+            "out",
+            shared=".shared .u32 flag;",
+        )
         assert run(program, seed=seed).tolist() == [5] + [0] * 31
 
 
@@ -130,7 +134,8 @@ def test_arrive_and_sync_pair_producers_with_consumers(assemble):
     body = """
         mov.u32 %r9, 3; mov.u32 %r1, 0; setp.eq.u32 %p1, %warp, 1; @%p1 bra CONSUMER;
         shl.b32 %r2, %lane, 2; mov.u32 %r3, s; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], 42; bar.arrive %r9, 64; bra END;
-        CONSUMER: barrier.cta.sync.aligned %r9, 64; shl.b32 %r2, %lane, 2; mov.u32 %r3, s; add.u32 %r3, %r3, %r2; ld.shared.u32 %r1, [%r3];
+        CONSUMER: barrier.cta.sync.aligned %r9, 64; shl.b32 %r2, %lane, 2; mov.u32 %r3, s; add.u32 %r3, %r3, %r2;
+        ld.shared.u32 %r1, [%r3];
         END:
     """
     program = assemble(body + STORE, "out", shared=".shared .align 4 .b8 s[128];")

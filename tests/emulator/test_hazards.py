@@ -1,4 +1,4 @@
-"""Every check fires on its bug, with kind and line, under every seed where the bug does not depend on the schedule; and stays silent on a twin."""
+"""Every check fires on its bug, with kind and line, under every seed where the schedule does not matter, and is silent on a twin."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_read_then_overwrite_needs_a_barrier(assemble):
 
 def test_conflicts_are_by_the_byte(assemble):
     """Two warps write the two halves of each word: no conflict. One byte further, there is one."""
-    body = "mul.lo.u32 %r2, %warp, {step}; shl.b32 %r3, %lane, 2; add.u32 %r2, %r2, %r3; mov.u32 %r4, s; add.u32 %r4, %r4, %r2; st.shared.u{bits} [%r4], %tid;"
+    body = """
+        mul.lo.u32 %r2, %warp, {step}; shl.b32 %r3, %lane, 2; add.u32 %r2, %r2, %r3; mov.u32 %r4, s; add.u32 %r4, %r4, %r2;
+        st.shared.u{bits} [%r4], %tid;
+    """
     for seed in SEEDS:
         assert not kinds(assemble(body.format(step=2, bits=16), shared=SHARED), seed=seed)
         assert kinds(assemble(body.format(step=1, bits=8), shared=SHARED), seed=seed) == set()
@@ -60,7 +63,10 @@ def test_conflicts_are_by_the_byte(assemble):
 
 
 def test_warps_of_one_cta_race_in_global_memory(assemble):
-    body = "mul.wide.u32 %rd1, %lane, 4; add.s64 %rd1, %rd60, %rd1; setp.eq.u32 %p1, %warp, 0; @%p1 st.global.u32 [%rd1], %tid; {sync} @!%p1 ld.global.u32 %r1, [%rd1];"
+    body = """
+        mul.wide.u32 %rd1, %lane, 4; add.s64 %rd1, %rd60, %rd1; setp.eq.u32 %p1, %warp, 0; @%p1 st.global.u32 [%rd1], %tid; {sync}
+        @!%p1 ld.global.u32 %r1, [%rd1];
+    """
     clean, racy = assemble(body.format(sync="bar.sync 0;"), "x"), assemble(body.format(sync=""), "x")
     for seed in SEEDS:
         x = np.zeros(32, np.uint32)
@@ -81,10 +87,13 @@ def test_ctas_race_in_global_memory_whatever_their_order(assemble):
 
 def test_two_barriers_that_do_not_include_both_warps_order_nothing(assemble):
     """Four warps, barriers 1 and 2 of two warps each: warp 0's data reaches warp 1, not warp 2."""
-    body = SLOT + """
+    body = (
+        SLOT
+        + """
         shr.u32 %r6, %warp, 1; add.u32 %r6, %r6, 1; setp.eq.u32 %p1, %warp, 0; @%p1 st.shared.u32 [s], %tid; bar.sync %r6, 64;
         setp.eq.u32 %p2, %warp, {reader}; @%p2 ld.shared.u32 %r1, [s];
     """
+    )
     clean, racy = assemble(body.format(reader=1), shared=SHARED), assemble(body.format(reader=2), shared=SHARED)
     for seed in SEEDS:
         assert not kinds(clean, threads=128, seed=seed)
@@ -105,8 +114,15 @@ def test_order_is_transitive_through_another_warp(assemble):
 
 
 def test_strong_accesses_do_not_race_with_each_other(assemble):
-    strong = assemble("red.shared.add.u32 [s], 1; ld.relaxed.cta.shared.u32 %r1, [s];".join(("setp.eq.u32 %p1, %tid, 0; @%p1 st.shared.u32 [s], 0; bar.sync 0;", "")), shared=SHARED)
-    mixed = assemble("setp.eq.u32 %p1, %tid, 0; @%p1 st.shared.u32 [s], 0; bar.sync 0; red.shared.add.u32 [s], 1; ld.shared.u32 %r1, [s];", shared=SHARED)
+    strong = assemble(
+        "red.shared.add.u32 [s], 1; ld.relaxed.cta.shared.u32 %r1, [s];".join(
+            ("setp.eq.u32 %p1, %tid, 0; @%p1 st.shared.u32 [s], 0; bar.sync 0;", "")
+        ),
+        shared=SHARED,
+    )
+    mixed = assemble(
+        "setp.eq.u32 %p1, %tid, 0; @%p1 st.shared.u32 [s], 0; bar.sync 0; red.shared.add.u32 [s], 1; ld.shared.u32 %r1, [s];", shared=SHARED
+    )
     for seed in SEEDS:
         assert not kinds(strong, seed=seed)
         assert kinds(mixed, seed=seed) == {"race"}
@@ -132,7 +148,8 @@ def test_two_groups_sharing_one_barrier_id_are_found(assemble):
     """Two warpgroups exchange through their own buffers, but with one barrier id: generations mix under some schedules."""
     body = """
         shr.u32 %r10, %tid, 7; and.b32 %r11, %tid, 127; shl.b32 %r12, %r10, 9; shl.b32 %r13, %r11, 2; add.u32 %r12, %r12, %r13;
-        mov.u32 %r14, s; add.u32 %r14, %r14, %r12; xor.b32 %r15, %r12, 384; mov.u32 %r16, s; add.u32 %r16, %r16, %r15; mov.u32 %r17, {ids};
+        mov.u32 %r14, s; add.u32 %r14, %r14, %r12; xor.b32 %r15, %r12, 384; mov.u32 %r16, s; add.u32 %r16, %r16, %r15;
+        mov.u32 %r17, {ids};
         st.shared.u32 [%r14], %tid; bar.sync %r17, 128; ld.shared.u32 %r1, [%r16];
     """
     shared, separate = assemble(body.format(ids=1), shared=SHARED), assemble(body.format(ids="%r10"), shared=SHARED)
@@ -222,12 +239,15 @@ def test_polling_two_barriers_in_turn_is_no_deadlock(assemble):
     """A warp that polls A then B must get false from A's test, although A never completes before B is served."""
     program = assemble(
         """
-        setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 mbarrier.init.shared.b64 [s+8], 1; @%p1 mbarrier.init.shared.b64 [s+16], 1; bar.sync 0;
+        setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 mbarrier.init.shared.b64 [s+8], 1;
+        @%p1 mbarrier.init.shared.b64 [s+16], 1; bar.sync 0;
         setp.ne.u32 %p9, %lane, 0; @%p9 bra END; setp.eq.u32 %p2, %warp, 1; @%p2 bra OTHER;
-        POLL: mbarrier.try_wait.parity.shared.b64 %p3, [s], 0; @%p3 bra END; mbarrier.test_wait.parity.shared.b64 %p4, [s+8], 0; @!%p4 bra POLL;
+        POLL: mbarrier.try_wait.parity.shared.b64 %p3, [s], 0; @%p3 bra END; mbarrier.test_wait.parity.shared.b64 %p4, [s+8], 0;
+        @!%p4 bra POLL;
         mbarrier.arrive.shared.b64 _, [s+16]; mov.u32 %r1, 1;
         LAST: mbarrier.try_wait.parity.shared.b64 %p3, [s], 0; @!%p3 bra LAST; bra END;
-        OTHER: mbarrier.arrive.shared.b64 _, [s+8]; W: mbarrier.try_wait.parity.shared.b64 %p5, [s+16], 0; @!%p5 bra W; mbarrier.arrive.shared.b64 _, [s];
+        OTHER: mbarrier.arrive.shared.b64 _, [s+8]; W: mbarrier.try_wait.parity.shared.b64 %p5, [s+16], 0; @!%p5 bra W;
+        mbarrier.arrive.shared.b64 _, [s];
         END:
         """,
         shared=SHARED,

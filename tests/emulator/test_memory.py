@@ -22,7 +22,8 @@ def test_vector_accesses_of_every_width(assemble):
         mul.wide.u32 %rd1, %tid, 32; add.s64 %rd2, %rd61, %rd1; add.s64 %rd3, %rd60, %rd1;
         ld.global.nc.L1::no_allocate.L2::128B.v4.f32 {%f1, %f2, %f3, %f4}, [%rd2]; ld.global.v2.b64 {%rd4, %rd5}, [%rd2+16];
         mul.lo.u32 %r9, %tid, 32; mov.u32 %r8, s; add.u32 %r8, %r8, %r9;
-        st.shared.v2.f32 [%r8], {%f1, %f2}; st.shared.v4.b32 [%r8+16], {%f3, %f4, %f1, %f2}; ld.shared.b64 %rd6, [%r8]; ld.shared.v2.b64 {%rd7, %rd8}, [%r8+16];
+        st.shared.v2.f32 [%r8], {%f1, %f2}; st.shared.v4.b32 [%r8+16], {%f3, %f4, %f1, %f2}; ld.shared.b64 %rd6, [%r8];
+        ld.shared.v2.b64 {%rd7, %rd8}, [%r8+16];
         st.global.v2.b64 [%rd3], {%rd6, %rd7}; st.global.b64 [%rd3+16], %rd5; st.global.b64 [%rd3+24], %rd4;
     """
     program = assemble(body, "out x", shared=".shared .align 32 .b8 s[1024];")
@@ -35,7 +36,8 @@ def test_vector_accesses_of_every_width(assemble):
 def test_narrow_accesses_extend_by_type(assemble):
     body = """
         cvt.u64.u32 %rd1, %tid; add.s64 %rd2, %rd61, %rd1; ld.global.s8 %r1, [%rd2]; ld.global.u8 %r2, [%rd2]; ld.global.u8 %h1, [%rd2];
-        shl.b64 %rd3, %rd1, 4; add.s64 %rd3, %rd60, %rd3; cvt.u32.u16 %r3, %h1; st.global.v4.u32 [%rd3], {%r1, %r2, %r3, 0}; st.global.u8 [%rd3+12], %r1;
+        shl.b64 %rd3, %rd1, 4; add.s64 %rd3, %rd60, %rd3; cvt.u32.u16 %r3, %h1; st.global.v4.u32 [%rd3], {%r1, %r2, %r3, 0};
+        st.global.u8 [%rd3+12], %r1;
     """
     x = np.arange(112, 144).astype(np.uint8)
     out = np.zeros((32, 4), np.uint32)
@@ -52,7 +54,8 @@ def test_generic_addresses_reach_shared_local_and_global(assemble):
         cvta.to.shared.u64 %rd13, %rd10; cvt.u32.u64 %r7, %rd13; ld.shared.u32 %r8, [%r7];
         // Half of the lanes read shared memory through the pointer that the other half uses for local memory.
         and.b32 %r9, %lane, 1; setp.eq.u32 %p4, %r9, 0; add.s64 %rd14, %rd12, 4; selp.b64 %rd15, %rd10, %rd14, %p4; ld.u32 %r10, [%rd15];
-        add.u32 %r1, %r6, %r8; add.u32 %r1, %r1, %r10; selp.b32 %r11, 100000, 0, %p1; selp.b32 %r12, 200000, 0, %p2; selp.b32 %r13, 400000, 0, %p3;
+        add.u32 %r1, %r6, %r8; add.u32 %r1, %r1, %r10; selp.b32 %r11, 100000, 0, %p1; selp.b32 %r12, 200000, 0, %p2;
+        selp.b32 %r13, 400000, 0, %p3;
         add.u32 %r1, %r1, %r11; add.u32 %r1, %r1, %r12; add.u32 %r1, %r1, %r13;
     """
     program = assemble(body + OUT + "st.u32 [%rd1], %r1;", "out", shared=".shared .align 4 .b8 s[128]; .local .align 8 .b8 depot[16];")
@@ -68,8 +71,10 @@ def test_module_variables_keep_state_and_initialisers(assemble):
     .visible .global .u32 counter = 5;
     """
     body = """
-        and.b32 %r2, %tid, 3; shl.b32 %r2, %r2, 2; mov.u64 %rd2, table; cvt.u64.u32 %rd3, %r2; add.s64 %rd2, %rd2, %rd3; ld.const.f32 %f1, [%rd2];
-        ld.global.u64 %rd4, [where+8]; ld.f32 %f2, [%rd4]; add.f32 %f1, %f1, %f2; setp.eq.u32 %p1, %tid, 0; @%p1 red.global.add.u32 [counter], 1;
+        and.b32 %r2, %tid, 3; shl.b32 %r2, %r2, 2; mov.u64 %rd2, table; cvt.u64.u32 %rd3, %r2; add.s64 %rd2, %rd2, %rd3;
+        ld.const.f32 %f1, [%rd2];
+        ld.global.u64 %rd4, [where+8]; ld.f32 %f2, [%rd4]; add.f32 %f1, %f1, %f2; setp.eq.u32 %p1, %tid, 0;
+        @%p1 red.global.add.u32 [counter], 1;
         bar.warp.sync -1; ld.relaxed.gpu.global.u32 %r3, [counter]; cvt.rn.f32.u32 %f3, %r3; add.f32 %f1, %f1, %f3;
     """
     program = assemble(body + OUT + "st.global.f32 [%rd1], %f1;", "out", module=module)
@@ -82,7 +87,8 @@ def test_module_variables_keep_state_and_initialisers(assemble):
 @pytest.mark.parametrize(
     ("operation", "kind", "value", "expected"),
     [
-        ("add", "u32", 3, 3 * 64), ("min", "s32", -7, -7), ("max", "u32", 9, 9), ("or", "b32", 6, 6), ("xor", "b32", 5, 0), ("inc", "u32", 9, 64 % 10),
+        ("add", "u32", 3, 3 * 64), ("min", "s32", -7, -7), ("max", "u32", 9, 9), ("or", "b32", 6, 6), ("xor", "b32", 5, 0),
+        ("inc", "u32", 9, 64 % 10),
         ("exch", "b32", 8, 8), ("add", "u64", 1 << 33, 64 << 33), ("add", "f32", 0.5, 32.0),
     ],
 )  # fmt: skip
@@ -146,7 +152,9 @@ def test_compare_and_swap_lock(assemble):
     ],
 )
 def test_fault_is_reported_with_its_line(assemble, line_of, access, kind, words):
-    program = assemble(f"setp.ne.u32 %p1, %tid, 37; @%p1 exit; mov.u32 %r0, 1;\n{access}", "out x", shared=".shared .align 16 .b8 s[64]; .local .b8 d[16];")
+    program = assemble(
+        f"setp.ne.u32 %p1, %tid, 37; @%p1 exit; mov.u32 %r0, 1;\n{access}", "out x", shared=".shared .align 16 .b8 s[64]; .local .b8 d[16];"
+    )
     for seed in SEEDS:
         found = hazards(program, [np.zeros(32, np.uint32), Uninitialized(np.zeros(4, np.uint32))], 64, seed=seed)
         assert [h.kind for h in found] == [kind], [str(h) for h in found]
@@ -164,7 +172,7 @@ def test_faulting_loads_give_poison_and_stores_are_dropped(assemble):
 
 def test_initialisation_is_tracked_by_the_byte(assemble):
     """Writing the low half of a word leaves its high half unwritten."""
-    body = "mov.u32 %r0, 0; setp.ne.u32 %p1, %tid, 0; @%p1 exit; st.{space}.u16 [{at}], 1; ld.{space}.u16 %r1, [{at}]; ld.{space}.u32 %r2, [{at}];"
+    body = "setp.ne.u32 %p1, %tid, 0; @%p1 exit; st.{space}.u16 [{at}], 1; ld.{space}.u16 %r1, [{at}]; ld.{space}.u32 %r2, [{at}];"
     for space, at in (("shared", "s"), ("global", "%rd60")):
         program = assemble(body.format(space=space, at=at), "x", shared=".shared .align 4 .b8 s[8];")
         assert [h.kind for h in hazards(program, [Uninitialized(np.zeros(4, np.uint32))])] == ["uninitialized"]
@@ -174,7 +182,9 @@ def test_poison_survives_until_written_across_launches(assemble):
     memory = Memory()
     x, out = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
     memory.poison(x)
-    copy = assemble(OUT + "mul.wide.u32 %rd2, %tid, 4; add.s64 %rd2, %rd61, %rd2; ld.global.u32 %r1, [%rd2]; st.global.u32 [%rd1], %r1;", "out x")
+    copy = assemble(
+        OUT + "mul.wide.u32 %rd2, %tid, 4; add.s64 %rd2, %rd61, %rd2; ld.global.u32 %r1, [%rd2]; st.global.u32 [%rd1], %r1;", "out x"
+    )
     assert [h.kind for h in copy.launch("k", 1, 32, 0, [out, x], memory).hazards] == ["uninitialized"]
     fill = assemble(OUT + "st.global.u32 [%rd1], %tid;", "x")
     assert not fill.launch("k", 1, 32, 0, [x], memory).hazards
@@ -183,14 +193,18 @@ def test_poison_survives_until_written_across_launches(assemble):
 
 
 def test_a_finding_is_reported_once_with_its_count(assemble):
-    program = assemble("mov.u32 %r1, 0; L: ld.shared.u32 %r2, [s]; add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10; @%p1 bra L;", shared=".shared .u32 s;")
+    program = assemble(
+        "mov.u32 %r1, 0; L: ld.shared.u32 %r2, [s]; add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10; @%p1 bra L;", shared=".shared .u32 s;"
+    )
     found = hazards(program, [])
     assert len(found) == 1
     assert found[0].message.endswith("[10 times]")
 
 
 def test_without_checks_nothing_is_reported(assemble):
-    program = assemble("ld.shared.u32 %r1, [s]; st.shared.u32 [s], %tid;" + OUT + "st.global.u32 [%rd1], %tid;", "out", shared=".shared .u32 s;")
+    program = assemble(
+        "ld.shared.u32 %r1, [s]; st.shared.u32 [s], %tid;" + OUT + "st.global.u32 [%rd1], %tid;", "out", shared=".shared .u32 s;"
+    )
     out = np.zeros(64, np.uint32)
     assert not hazards(program, [out], 64, check=False)
     assert out.tolist() == list(range(64))

@@ -82,7 +82,9 @@ def bit_field(a: int, position: int, length: int, kind: str) -> int:
     sign = 0
     if kind[0] == "s" and length:
         sign = raw >> min(position + length - 1, bits - 1) & 1
-    return wrap(sum((raw >> (position + i) & 1 if position + i < bits else sign) << i if i < length else sign << i for i in range(bits)), kind)
+    return wrap(
+        sum((raw >> (position + i) & 1 if position + i < bits else sign) << i if i < length else sign << i for i in range(bits)), kind
+    )
 
 
 def bit_insert(a: int, b: int, position: int, length: int, bits: int) -> int:
@@ -103,7 +105,10 @@ INTEGER_OPS: list[tuple[str, list[str], str, Callable[..., int]]] = [
         (f"mul.hi.{t} {{d}}, {{a}}, {{b}};", [t, t], t, lambda a, b, t=t: a * b >> 8 * BYTES[t])
         for t in ("u16", "s16", "u32", "s32", "u64", "s64")
     ],
-    *[(f"mul.wide.{t} {{d}}, {{a}}, {{b}};", [t, t], w, lambda a, b: a * b) for t, w in (("u16", "u32"), ("s16", "s32"), ("u32", "u64"), ("s32", "s64"))],
+    *[
+        (f"mul.wide.{t} {{d}}, {{a}}, {{b}};", [t, t], w, lambda a, b: a * b)
+        for t, w in (("u16", "u32"), ("s16", "s32"), ("u32", "u64"), ("s32", "s64"))
+    ],
     *[(f"mad.lo.{t} {{d}}, {{a}}, {{b}}, {{c}};", [t, t, t], t, lambda a, b, c: a * b + c) for t in ("s32", "u64")],
     ("mad.wide.s32 {d}, {a}, {b}, {c};", ["s32", "s32", "s64"], "s64", lambda a, b, c: a * b + c),
     ("mad.hi.u32 {d}, {a}, {b}, {c};", ["u32", "u32", "u32"], "u32", lambda a, b, c: (a * b >> 32) + c),
@@ -139,8 +144,14 @@ INTEGER_OPS: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("bfind.u32 {d}, {a};", ["u32"], "u32", lambda a: a.bit_length() - 1),
     ("bfind.s32 {d}, {a};", ["s32"], "u32", lambda a: (~a if a < 0 else a).bit_length() - 1),
     ("bfind.shiftamt.u32 {d}, {a};", ["u32"], "u32", lambda a: 32 - a.bit_length() if a else -1),
-    *[(f"bfe.{t} {{d}}, {{a}}, {{b}}, {{c}};", [t, "u32", "u32"], t, lambda a, b, c, t=t: bit_field(a, b, c, t)) for t in ("u32", "s32", "u64", "s64")],
-    *[(f"bfi.b32 {{d}}, {{a}}, {{b}}, {p}, {n};", ["b32", "b32"], "b32", lambda a, b, p=p, n=n: bit_insert(a, b, p, n, 32)) for p, n in ((0, 8), (5, 20), (30, 9), (32, 4), (0, 32), (4, 0))],
+    *[
+        (f"bfe.{t} {{d}}, {{a}}, {{b}}, {{c}};", [t, "u32", "u32"], t, lambda a, b, c, t=t: bit_field(a, b, c, t))
+        for t in ("u32", "s32", "u64", "s64")
+    ],
+    *[
+        (f"bfi.b32 {{d}}, {{a}}, {{b}}, {p}, {n};", ["b32", "b32"], "b32", lambda a, b, p=p, n=n: bit_insert(a, b, p, n, 32))
+        for p, n in ((0, 8), (5, 20), (30, 9), (32, 4), (0, 32), (4, 0))
+    ],
     ("bmsk.clamp.b32 {d}, 3, 7;", [], "b32", lambda: 0x3F8),
     ("szext.wrap.s32 {d}, {a}, 5;", ["s32"], "s32", lambda a: (a & 31) - 32 if a & 16 else a & 31),
     ("slct.s32.s32 {d}, {a}, {b}, {c};", ["s32", "s32", "s32"], "s32", lambda a, b, c: a if c >= 0 else b),
@@ -187,7 +198,14 @@ def test_extended_precision_addition(assemble):
 
 @pytest.mark.parametrize(
     ("mode", "selector", "expected"),
-    [("", 0x3210, 0x44332211), ("", 0x7654, 0x887766A5), ("", 0x6543, 0x7766A544), ("", 0xCB98, 0xFF000000), (".f4e", 1, 0xA5443322), (".rc16", 1, 0x44334433)],
+    [
+        ("", 0x3210, 0x44332211),
+        ("", 0x7654, 0x887766A5),
+        ("", 0x6543, 0x7766A544),
+        ("", 0xCB98, 0xFF000000),
+        (".f4e", 1, 0xA5443322),
+        (".rc16", 1, 0x44334433),
+    ],
 )
 def test_byte_permutation(assemble, mode, selector, expected):
     text = f"prmt.b32{mode} {{d}}, {{a}}, {{b}}, {selector};"
@@ -215,7 +233,10 @@ def test_comparisons_and_their_second_result(assemble, name, kind):
         assert out[i] == (1 if holds else 2), (a, b)
 
 
-@pytest.mark.parametrize(("name", "ordered"), [("equ", "eq"), ("neu", "ne"), ("ltu", "lt"), ("leu", "le"), ("gtu", "gt"), ("geu", "ge"), ("num", ""), ("nan", "")])
+@pytest.mark.parametrize(
+    ("name", "ordered"),
+    [("equ", "eq"), ("neu", "ne"), ("ltu", "lt"), ("leu", "le"), ("gtu", "gt"), ("geu", "ge"), ("num", ""), ("nan", "")],
+)
 def test_unordered_comparisons(assemble, name, ordered):
     values = [edge_values("f32", 7), edge_values("f32", 8)]
     values[0][3], values[1][5], values[1][9:12] = np.nan, np.nan, values[0][9:12]
@@ -249,13 +270,19 @@ FLOAT_OPS: list[tuple[str, int, Callable[..., Any]]] = [
     ("copysign.f32 {d}, {a}, {b};", 2, lambda a, b: np.copysign(b, a)),
     ("selp.f32 {d}, {a}, {b}, 1;", 2, lambda a, b: a),
     ("rcp.rn.f32 {d}, {a};", 1, lambda a: np.float32(1) / a),
-    ("fma.rn.f32 {d}, {a}, {b}, {a};", 2, lambda a, b: (a.astype(np.longdouble) * b.astype(np.longdouble) + a.astype(np.longdouble)).astype(np.float32)),
+    (
+        "fma.rn.f32 {d}, {a}, {b}, {a};",
+        2,
+        lambda a, b: (a.astype(np.longdouble) * b.astype(np.longdouble) + a.astype(np.longdouble)).astype(np.float32),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("text", "count", "reference"), FLOAT_OPS, ids=[t[0].split()[0] for t in FLOAT_OPS])
 def test_single_precision(assemble, text, count, reference):
-    values = [np.where(np.abs(v) > 1e15, np.float32(1.25), v).astype(np.float32) for v in (edge_values("f32", 21 + i) for i in range(count))]
+    values = [
+        np.where(np.abs(v) > 1e15, np.float32(1.25), v).astype(np.float32) for v in (edge_values("f32", 21 + i) for i in range(count))
+    ]
     out = run_op(assemble, text, ["f32"] * count, "f32", values)
     with np.errstate(all="ignore"):
         expected = reference(*values).astype(np.float32)
@@ -335,7 +362,13 @@ def test_integer_conversions(assemble, target, source, text, reference):
 
 
 @pytest.mark.parametrize(
-    ("text", "reference"), [("cvt.rni.s32.f32 {d}, {a};", round), ("cvt.rzi.s32.f32 {d}, {a};", math.trunc), ("cvt.rmi.s32.f32 {d}, {a};", math.floor), ("cvt.rpi.s32.f32 {d}, {a};", math.ceil)]
+    ("text", "reference"),
+    [
+        ("cvt.rni.s32.f32 {d}, {a};", round),
+        ("cvt.rzi.s32.f32 {d}, {a};", math.trunc),
+        ("cvt.rmi.s32.f32 {d}, {a};", math.floor),
+        ("cvt.rpi.s32.f32 {d}, {a};", math.ceil),
+    ],
 )
 def test_rounding_to_integers(assemble, text, reference):
     values = np.random.default_rng(5).uniform(-100, 100, 32).astype(np.float32)
@@ -358,7 +391,13 @@ def test_half_precision_arithmetic_rounds_once(assemble):
     a, b = (np.random.default_rng(s).standard_normal(32).astype(np.float16) for s in (7, 8))
     out = run_op(assemble, "fma.rn.f16 {d}, {a}, {b}, {a};", ["f16", "f16"], "f16", [a, b])
     assert (out == (a.astype(np.float64) * b + a).astype(np.float16)).all()
-    out = run_op(assemble, "add.f16x2 {d}, {a}, {b};", ["b32", "b32"], "b32", [np.repeat(a, 2).view(np.uint32)[:32], np.repeat(b, 2).view(np.uint32)[:32]])
+    out = run_op(
+        assemble,
+        "add.f16x2 {d}, {a}, {b};",
+        ["b32", "b32"],
+        "b32",
+        [np.repeat(a, 2).view(np.uint32)[:32], np.repeat(b, 2).view(np.uint32)[:32]],
+    )
     assert (out.view(np.float16)[0::2] == a + b).all()
 
 
@@ -374,7 +413,8 @@ def test_moves_pack_and_unpack(assemble):
 def test_special_registers(assemble):
     program = assemble(
         """
-        mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %nctaid.x; mov.u32 %r6, %lanemask_lt;
+        mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %ctaid.x; mov.u32 %r4, %ntid.x; mov.u32 %r5, %nctaid.x;
+        mov.u32 %r6, %lanemask_lt;
         mad.lo.u32 %r7, %r2, %r4, %r1; mad.lo.u32 %r8, %r3, 12, %r7; mul.wide.u32 %rd1, %r8, 8; add.s64 %rd1, %rd60, %rd1;
         mad.lo.u32 %r9, %r5, 1000, %r8; st.global.v2.u32 [%rd1], {%r9, %r6};
         mov.u64 %rd3, %clock64; mov.u64 %rd4, %globaltimer; mov.u64 %rd5, %clock64; setp.le.u64 %p1, %rd5, %rd3; @%p1 trap;
@@ -387,7 +427,10 @@ def test_special_registers(assemble):
     assert out[:12, 1].tolist() == [(1 << i) - 1 for i in range(12)]
 
 
-@pytest.mark.parametrize(("name", "function"), [("ex2", np.exp2), ("lg2", np.log2), ("rsqrt", lambda x: 1 / np.sqrt(x)), ("sin", np.sin), ("cos", np.cos), ("tanh", np.tanh)])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("ex2", np.exp2), ("lg2", np.log2), ("rsqrt", lambda x: 1 / np.sqrt(x)), ("sin", np.sin), ("cos", np.cos), ("tanh", np.tanh)],
+)
 def test_approximate_functions_are_close(assemble, name, function):
     x = np.random.default_rng(9).uniform(0.1, 3, 32).astype(np.float32)
     out = run_op(assemble, f"{name}.approx.f32 {{d}}, {{a}};", ["f32"], "f32", [x])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 SEEDS = range(6)
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
-# A warpgroup copies the image of shared memory (words 32-bit words) from `image`, multiplies, and stores its accumulators register by register.
+# A warpgroup copies an image of shared memory (`words` 32-bit words), multiplies, and stores its accumulators register by register.
 WGMMA = """
 .version 8.8
 .target sm_90a
@@ -24,9 +24,11 @@ WGMMA = """
 .extern .shared .align 1024 .b8 dyn[];
 .entry k(.param .u64 out, .param .u64 image, .param .u64 a_desc, .param .u64 b_desc, .param .u64 a_regs) {{
 .reg .pred %p<16>; .reg .b32 %r<400>; .reg .f32 %f<260>; .reg .b64 %rd<32>; .reg .b32 %tid;
-mov.u32 %tid, %tid.x; ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [image]; ld.param.u64 %rd3, [a_desc]; ld.param.u64 %rd4, [b_desc]; ld.param.u64 %rd9, [a_regs];
+mov.u32 %tid, %tid.x; ld.param.u64 %rd1, [out]; ld.param.u64 %rd2, [image]; ld.param.u64 %rd3, [a_desc]; ld.param.u64 %rd4, [b_desc];
+ld.param.u64 %rd9, [a_regs];
 mov.u32 %r1, %tid; mov.u32 %r9, dyn;
-FILL: setp.ge.u32 %p1, %r1, {words}; @%p1 bra FILLED; shl.b32 %r2, %r1, 2; cvt.u64.u32 %rd5, %r2; add.s64 %rd6, %rd2, %rd5; ld.global.u32 %r3, [%rd6];
+FILL: setp.ge.u32 %p1, %r1, {words}; @%p1 bra FILLED; shl.b32 %r2, %r1, 2; cvt.u64.u32 %rd5, %r2; add.s64 %rd6, %rd2, %rd5;
+ld.global.u32 %r3, [%rd6];
 add.u32 %r4, %r9, %r2; st.shared.u32 [%r4], %r3; add.u32 %r1, %r1, 128; bra FILL;
 FILLED: fence.proxy.async.shared::cta; {sync}
 {setup}
@@ -105,8 +107,12 @@ def test_wgmma_shapes_accumulation_scales_and_register_operands(n, fmt):
     descriptors = place(image, a, 0, 128, 256, 0, "k"), place(image, b, 8192, 128, 256, 0, "k")
     rows, cols = wgmma_a_fragment()
     a_regs = np.ascontiguousarray(a.view(np.uint16)[rows, cols]).view(np.uint32)[..., 0]
-    setup = f"mul.wide.u32 %rd10, %tid, {2 * n}; add.s64 %rd10, %rd9, %rd10;" + "".join(f"ld.global.f32 %f{i}, [%rd10+{4 * i}];" for i in range(n // 2))
-    setup += f"mul.wide.u32 %rd11, %tid, 16; add.s64 %rd11, %rd9, %rd11; ld.global.v4.u32 {{%r20, %r21, %r22, %r23}}, [%rd11+{start.nbytes}];"
+    setup = f"mul.wide.u32 %rd10, %tid, {2 * n}; add.s64 %rd10, %rd9, %rd10;" + "".join(
+        f"ld.global.f32 %f{i}, [%rd10+{4 * i}];" for i in range(n // 2)
+    )
+    setup += (
+        f"mul.wide.u32 %rd11, %tid, 16; add.s64 %rd11, %rd9, %rd11; ld.global.v4.u32 {{%r20, %r21, %r22, %r23}}, [%rd11+{start.nbytes}];"
+    )
     body = (
         mma(n, fmt, accumulate="1")
         + mma(n, fmt, accumulate="1", flags="-1, 1, 0, 0")
@@ -151,7 +157,8 @@ def test_wait_leaves_the_named_number_of_groups_in_flight():
         mma(8, "bf16")
         + "wgmma.commit_group.sync.aligned;"
         + mma(8, "bf16").replace(registers(8), second)
-        + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; mov.f32 %f8, %f4; mov.f32 %f9, %f0; wgmma.wait_group.sync.aligned 0;"
+        + "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; mov.f32 %f8, %f4; mov.f32 %f9, %f0;"
+        + "wgmma.wait_group.sync.aligned 0;"
         + "mov.f32 %f0, %f8; mov.f32 %f1, %f9; mov.f32 %f2, %f4;"
     )
     for seed in SEEDS:
@@ -197,15 +204,19 @@ def test_ldmatrix_mma_and_stmatrix(assemble, fmt, trans):
     body = f"""
         shl.b32 %r1, %lane, 4; mov.u32 %r2, s; add.u32 %r3, %r2, %r1; cvt.u64.u32 %rd1, %r1; add.s64 %rd2, %rd61, %rd1;
         ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd2]; st.shared.v4.u32 [%r3], {{%r4, %r5, %r6, %r7}};
-        setp.lt.u32 %p1, %lane, 16; @%p1 ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd2+512]; @%p1 st.shared.v4.u32 [%r3+512], {{%r4, %r5, %r6, %r7}};
+        setp.lt.u32 %p1, %lane, 16; @%p1 ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd2+512];
+        @%p1 st.shared.v4.u32 [%r3+512], {{%r4, %r5, %r6, %r7}};
         bar.warp.sync -1;
         // Lane i points to row i % 16 of the left or the right eight columns.
-        and.b32 %r8, %lane, 15; shr.u32 %r9, %lane, 4; shl.b32 %r10, %r8, 5; shl.b32 %r11, %r9, 4; add.u32 %r12, %r10, %r11; add.u32 %r12, %r2, %r12;
+        and.b32 %r8, %lane, 15; shr.u32 %r9, %lane, 4; shl.b32 %r10, %r8, 5; shl.b32 %r11, %r9, 4; add.u32 %r12, %r10, %r11;
+        add.u32 %r12, %r2, %r12;
         ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r20, %r21, %r22, %r23}}, [%r12];
         shl.b32 %r13, %r8, 4; add.u32 %r13, %r2, %r13; ldmatrix.sync.aligned.m8n8.x2.trans.shared::cta.b16 {{%r24, %r25}}, [%r13+512];
-        shr.u32 %r14, %lane, 2; and.b32 %r15, %lane, 3; mad.lo.u32 %r16, %r14, 8, 0; mad.lo.u32 %r16, %r15, 2, %r16; mul.wide.u32 %rd3, %r16, 4; add.s64 %rd4, %rd62, %rd3;
+        shr.u32 %r14, %lane, 2; and.b32 %r15, %lane, 3; mad.lo.u32 %r16, %r14, 8, 0; mad.lo.u32 %r16, %r15, 2, %r16;
+        mul.wide.u32 %rd3, %r16, 4; add.s64 %rd4, %rd62, %rd3;
         ld.global.v2.f32 {{%f0, %f1}}, [%rd4]; ld.global.v2.f32 {{%f2, %f3}}, [%rd4+256];
-        mma.sync.aligned.m16n8k16.row.col.f32.{fmt}.{fmt}.f32 {{%f4, %f5, %f6, %f7}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}}, {{%f0, %f1, %f2, %f3}};
+        mma.sync.aligned.m16n8k16.row.col.f32.{fmt}.{fmt}.f32 {{%f4, %f5, %f6, %f7}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}},
+            {{%f0, %f1, %f2, %f3}};
         add.s64 %rd5, %rd60, %rd3; st.global.v2.f32 [%rd5], {{%f4, %f5}}; st.global.v2.f32 [%rd5+256], {{%f6, %f7}};
         bar.warp.sync -1; stmatrix.sync.aligned.m8n8.x4{back}.shared.b16 [%r12], {{%r20, %r21, %r22, %r23}}; bar.warp.sync -1;
         ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r3]; add.s64 %rd6, %rd60, %rd1; st.global.v4.u32 [%rd6+512], {{%r4, %r5, %r6, %r7}};
@@ -223,6 +234,8 @@ def test_ldmatrix_mma_and_stmatrix(assemble, fmt, trans):
 
 
 def test_misaligned_matrix_row(assemble, line_of):
-    program = assemble("mov.u32 %r1, s;\nldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1+8]; // HERE", shared=".shared .align 16 .b8 s[64];")
+    program = assemble(
+        "mov.u32 %r1, s;\nldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1+8]; // HERE", shared=".shared .align 16 .b8 s[64];"
+    )
     found = program.launch("k", 1, 32).hazards
     assert [(h.kind, h.line) for h in found] == [("misaligned", line_of(program, "HERE"))]

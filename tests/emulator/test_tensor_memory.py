@@ -44,7 +44,9 @@ def test_loads_of_every_shape(assemble, shape, num):
     count = tmem_registers(shape, num)
     split = ", 16" if shape == "16x32bx2" else ""
     body = fill(64) + f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {names(0, count)}, [%r250+4]{split}; tcgen05.wait::ld.sync.aligned;"
-    body += f"mul.wide.u32 %rd1, %tid, {4 * count}; add.s64 %rd1, %rd60, %rd1;" + "".join(f"st.global.u32 [%rd1+{4 * i}], %r{i};" for i in range(count))
+    body += f"mul.wide.u32 %rd1, %tid, {4 * count}; add.s64 %rd1, %rd60, %rd1;" + "".join(
+        f"st.global.u32 [%rd1+{4 * i}], %r{i};" for i in range(count)
+    )
     program = kernel(assemble, body, params="out")
     lane, column = tmem_map(shape, num, 16 if split else 0)
     for seed in SEEDS:
@@ -63,7 +65,8 @@ def test_stores_of_other_shapes_and_packing(assemble):
         + f"tcgen05.st.sync.aligned.16x256b.x2.b32 [%r250], {names(0, 8)}; tcgen05.wait::st.sync.aligned;"
         + f"tcgen05.ld.sync.aligned.32x32b.x16.b32 {names(16, 16)}, [%r250]; tcgen05.wait::ld.sync.aligned;"
         + f"tcgen05.st.sync.aligned.32x32b.x4.unpack::16b.b32 [%r250+32], {names(0, 4)}; tcgen05.wait::st.sync.aligned;"
-        + f"tcgen05.ld.sync.aligned.32x32b.x4.pack::16b.b32 {names(32, 4)}, [%r250+32]; tcgen05.ld.sync.aligned.32x32b.x2.b32 {names(36, 2)}, [%r250+32];"
+        + f"tcgen05.ld.sync.aligned.32x32b.x4.pack::16b.b32 {names(32, 4)}, [%r250+32];"
+        + f"tcgen05.ld.sync.aligned.32x32b.x2.b32 {names(36, 2)}, [%r250+32];"
         + "tcgen05.wait::ld.sync.aligned; mul.wide.u32 %rd1, %tid, 88; add.s64 %rd1, %rd60, %rd1;"
         + "".join(f"st.global.u32 [%rd1+{4 * i}], %r{16 + i};" for i in range(22))
     )
@@ -86,7 +89,8 @@ def test_stores_of_other_shapes_and_packing(assemble):
 def test_a_warp_reaches_its_own_quarter_only(assemble, lane, expected):
     """A base lane below 32 counts from the warp's quarter; lane 96 belongs to warp 3; a 32-lane access cannot begin at lane 16."""
     body = fill(64) + f"and.b32 %r1, %warp, 3; shl.b32 %r1, %r1, 21; add.u32 %r2, %r250, {lane.replace('%quarter', '%r1')};"
-    body += "setp.lt.u32 %p2, %warp, 3; @!%p2 bra SKIP; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2]; tcgen05.wait::ld.sync.aligned; SKIP:"
+    body += "setp.lt.u32 %p2, %warp, 3; @!%p2 bra SKIP; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2];"
+    body += "tcgen05.wait::ld.sync.aligned; SKIP:"
     program = kernel(assemble, body)
     for seed in SEEDS:
         found = {h.kind for h in program.launch("k", 1, 128, seed=seed).hazards}
@@ -102,7 +106,11 @@ def test_a_warp_reaches_its_own_quarter_only(assemble, lane, expected):
         ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r250+63], {%r1, %r2}; // HERE\ntcgen05.wait::st.sync.aligned;", "tmem_allocation"),
         ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r250+512]; // HERE", "out_of_bounds"),
         ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r250+5]; // HERE", "uninitialized"),
-        ("setp.lt.u32 %p3, %lane, 5; @%p3 bra SKIP;\ntcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r250]; // HERE\nSKIP: bar.warp.sync -1;", "barrier"),
+        (
+            "setp.lt.u32 %p3, %lane, 5; @%p3 bra SKIP;\n"
+            "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r250]; // HERE\nSKIP: bar.warp.sync -1;",
+            "barrier",
+        ),
     ],
 )
 def test_faulty_accesses(assemble, line_of, body, kind):
@@ -133,7 +141,8 @@ def test_allocation_rules(assemble, columns, free, extra, words):
 def test_growing_allocations_and_an_allocation_that_waits(assemble):
     """Sizes must not increase; a request that does not fit waits for the other warp's deallocation."""
     grow = """
-        setp.ne.u32 %p1, %warp, 0; @%p1 exit; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], 32; ld.shared.u32 %r1, [slot];
+        setp.ne.u32 %p1, %warp, 0; @%p1 exit; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], 32;
+        ld.shared.u32 %r1, [slot];
         tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], 64; ld.shared.u32 %r2, [slot];
         tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 32; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;
     """
@@ -141,13 +150,18 @@ def test_growing_allocations_and_an_allocation_that_waits(assemble):
     assert [h.kind for h in found] == ["tmem_allocation"]
     assert "must not increase" in found[0].message
     wait = """
-        shl.b32 %r9, %warp, 2; mov.u32 %r8, slot; add.u32 %r8, %r8, %r9; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 512; ld.shared.u32 %r1, [%r8];
+        shl.b32 %r9, %warp, 2; mov.u32 %r8, slot; add.u32 %r8, %r8, %r9;
+        tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r8], 512; ld.shared.u32 %r1, [%r8];
         tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 512;
     """
     program = assemble(wait, shared=".shared .align 8 .b8 slot[16];", target="sm_100a")
     for seed in SEEDS:
         assert not program.launch("k", 1, 128, seed=seed).hazards
-    stuck = assemble(wait.replace("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 512;", "bar.sync 0;"), shared=".shared .align 8 .b8 slot[16];", target="sm_100a")
+    stuck = assemble(
+        wait.replace("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r1, 512;", "bar.sync 0;"),
+        shared=".shared .align 8 .b8 slot[16];",
+        target="sm_100a",
+    )
     found = stuck.launch("k", 1, 64).hazards
     assert any(h.kind == "deadlock" and "free columns of tensor memory" in h.message for h in found)
 
@@ -155,7 +169,8 @@ def test_growing_allocations_and_an_allocation_that_waits(assemble):
 def test_other_warps_need_the_wait_and_a_barrier(assemble):
     """Warp 4 (the same quarter as warp 0) reads what warp 0 stored; the write back of warp 0 needs the load's wait as well."""
     body = """
-        setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 4; @!%p2 bra R; mov.u32 %r1, 7; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; {store_wait}
+        setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 4; @!%p2 bra R; mov.u32 %r1, 7;
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; {store_wait}
         R: {barrier} @!%p3 bra W; tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r2}}, [%r250]; {load_wait}
         W: bar.sync 0; @!%p2 bra E; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; tcgen05.wait::st.sync.aligned; E:
     """
