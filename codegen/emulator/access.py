@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
+from .cluster import RANK_SHIFT, owner_of
 from .decode import Code
 from .hazards import Clock
 from .machine import LANES, Cta, Warp
@@ -27,6 +28,12 @@ def _any(flags: Array) -> bool:
     return b"\x01" in flags.tobytes()
 
 
+def shared_place(w: Warp, address: int, owner: Cta | None = None) -> str:
+    """A shared-memory address as an offset, with the CTA when it is not the warp's own."""
+    place = f"shared{address - SHARED_START:+#x}"
+    return place if owner is None or owner is w.cta else f"{place} of CTA {owner.index}"
+
+
 def region(address: int, space: str, w: Warp) -> str:
     """An address as space+offset."""
     if space == "shared":
@@ -39,9 +46,11 @@ def region(address: int, space: str, w: Warp) -> str:
 # ---------------------------------------------------------------------------------------------------------- shared memory
 
 
-def shared_faults(w: Warp, code: Code, address: Int64, lanes: Int64, size: int, write: bool) -> NDArray[np.bool_] | None:
-    """Report lanes that are out of bounds or misaligned; the lanes that may go on, or None for all."""
-    cta = w.cta
+def shared_faults(
+    w: Warp, code: Code, address: Int64, lanes: Int64, size: int, write: bool, owner: Cta | None = None
+) -> NDArray[np.bool_] | None:
+    """Report lanes that are out of bounds or misaligned; the lanes that may go on, or None for all. owner: whose shared memory it is."""
+    cta = w.cta if owner is None else owner
     outside = (address < SHARED_START) | (address > cta.shared_end - size)
     crooked = (address & (size - 1)) != 0
     if not _any(outside) and not _any(crooked):
@@ -59,7 +68,7 @@ def shared_faults(w: Warp, code: Code, address: Int64, lanes: Int64, size: int, 
             )
             cta.report(
                 kind,
-                f"{verb} of {size} bytes at shared{at - SHARED_START:+#x} by {w.name} lane {int(lanes[place])} (PTX line {code.line}): {limit}",
+                f"{verb} of {size} bytes at {shared_place(w, at, owner)} by {w.name} lane {int(lanes[place])} (PTX line {code.line}): {limit}",
                 code,
                 w,
                 int(lanes[place]),
@@ -86,14 +95,14 @@ def check_shared(
     strong: bool = False,
     reader: int | None = None,
     who: str | None = None,
-    tag: str = "",
-    initialized: bool = True,
+    owner: Cta | None = None,
 ) -> None:
     """Race and initialisation checks of granules of shared memory, then record the access.
 
-    index: granule indices (an integer array or a slice); epochs: epoch of each, broadcastable; reader: actor that reads, the warp by default.
+    index: granule indices (an integer array or a slice); epochs: epoch of each, broadcastable; reader: actor that reads, the warp by
+    default; owner: whose shared memory it is, the warp's CTA by default.
     """
-    cta = w.cta
+    cta = w.cta if owner is None else owner
     shadow = cta.shadow
     assert shadow is not None
     limits = w.clock.limits
@@ -101,13 +110,13 @@ def check_shared(
         found = shadow.write_conflict(index, limits, strong)
         if found is not None:
             bad, epochs_before = found
-            _report_race(w, code, "shared", shadow.shift, index, bad, epochs_before, epochs, "write", who)
+            _report_race(w, code, owner, shadow.shift, index, bad, epochs_before, epochs, "write", who)
         shadow.note_write(index, epochs, strong)
         return
     bad_read, never, last = shadow.read_conflict(index, limits, strong)
     if bad_read is not None:
-        _report_race(w, code, "shared", shadow.shift, index, bad_read, last, epochs, "read", who)
-    if never is not None and initialized:
+        _report_race(w, code, owner, shadow.shift, index, bad_read, last, epochs, "read", who)
+    if never is not None:
         place = int(never.argmax())
         granule = _granule(index, place)
         epoch = np.broadcast_to(epochs, never.shape).flat[place]
@@ -115,7 +124,7 @@ def check_shared(
         at = granule << shadow.shift
         cta.report(
             "uninitialized",
-            f"read of shared{at - SHARED_START:+#x} by {who or w.name} lane {lane} (PTX line {code.line}), which nothing has written",
+            f"read of {shared_place(w, at, owner)} by {who or w.name} lane {lane} (PTX line {code.line}), which nothing has written",
             code,
             w,
             lane,
@@ -132,7 +141,7 @@ def _granule(index: Any, place: int) -> int:
 
 
 def _report_race(
-    w: Warp, code: Code, space: str, shift: int, index: Any, bad: Array, before: Array, epochs: Any, verb: str, who: str | None
+    w: Warp, code: Code, owner: Cta | None, shift: int, index: Any, bad: Array, before: Array, epochs: Any, verb: str, who: str | None
 ) -> None:
     place = int(bad.argmax())
     granule = _granule(index, place)
@@ -140,8 +149,7 @@ def _report_race(
     lane = epoch >> hz.LANE_SHIFT & 31
     other = w.cta.access_of(int(before.flat[place]))
     address = granule << shift
-    where = f"shared{address - SHARED_START:+#x}" if space == "shared" else tmem_place(granule)
-    w.cta.report("race", race_message(w, code, verb, where, lane, other, who), code, w, lane, address, other)
+    w.cta.report("race", race_message(w, code, verb, shared_place(w, address, owner), lane, other, who), code, w, lane, address, other)
 
 
 def tmem_place(cell: int) -> str:
@@ -157,20 +165,52 @@ def shared_index(shadow: hz.Shadow, address: Int64, size: int) -> tuple[Any, boo
     return (base, False) if count == 1 else (base[:, None] + _STEPS[count], True)
 
 
-def _shared(w: Warp, code: Code, address: Int64, lanes: Int64, size: int, write: bool, strong: bool) -> NDArray[np.bool_] | None:
-    good = shared_faults(w, code, address, lanes, size, write)
+def _shared(
+    w: Warp, code: Code, address: Int64, lanes: Int64, size: int, write: bool, strong: bool, owner: Cta | None = None
+) -> NDArray[np.bool_] | None:
+    good = shared_faults(w, code, address, lanes, size, write, owner)
     if w.cta.check:
         if good is not None:
             address, lanes = address[good], lanes[good]
             if not len(address):
                 return good
-        shadow = w.cta.shadow
+        shadow = (w.cta if owner is None else owner).shadow
         assert shadow is not None
         epochs = w.epochs if len(lanes) == 32 else w.epochs[lanes]
         epochs = epochs + (code.strong_tag if strong else code.tag)
         index, wide = shared_index(shadow, address, size)
-        check_shared(w, code, index, epochs[:, None] if wide else epochs, write, strong=strong)
+        check_shared(w, code, index, epochs[:, None] if wide else epochs, write, strong=strong, owner=owner)
     return good
+
+
+def split_cluster(w: Warp, code: Code, address: Int64, lanes: Int64) -> list[tuple[Cta, Any, Int64]]:
+    """[(CTA, places or None for all, offsets)] of shared::cluster addresses, with a report for CTAs that have exited."""
+    ranks = address >> RANK_SHIFT
+    first = int(ranks[0])
+    result: list[tuple[Cta, Any, Int64]] = []
+    if b"\x00" not in (ranks == first).tobytes():
+        owner, _ = owner_of(w.cta, int(address[0]))
+        result.append((owner, None, address if first == 0 else address - (first << RANK_SHIFT)))
+    else:
+        for rank in sorted(set(ranks.tolist())):
+            places = np.flatnonzero(ranks == rank)
+            owner, _ = owner_of(w.cta, int(address[places[0]]))
+            result.append((owner, places, address[places] - (rank << RANK_SHIFT)))
+    for owner, places, _ in result:
+        check_alive(w, code, owner, int(lanes[0 if places is None else places[0]]))
+    return result
+
+
+def check_alive(w: Warp, code: Code, owner: Cta, lane: int) -> None:
+    """Report an access to the shared memory of a CTA that has exited (5.1.5: it must stay until others are done with it)."""
+    if owner.live == 0:
+        w.cta.report(
+            "out_of_bounds",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) accesses the shared memory of CTA {owner.index}, which has exited",
+            code,
+            w,
+            lane,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- global memory
@@ -242,7 +282,7 @@ def check_global(
     if count > 1:
         index = index[:, None] + (_STEPS[count] if count in _STEPS else np.arange(count))
         epochs = epochs[:, None] if np.ndim(epochs) else epochs
-    cta = w.cta.index
+    cta = w.cta.cluster.index
     clock = w.clock
     for bad, before, ctas in page.conflicts(index, clock, cta, write, strong):
         _global_race(w, code, mapping, start, bad, before, ctas, epochs, write, who)
@@ -297,30 +337,48 @@ def split_generic(address: Int64) -> list[tuple[str, Any]]:
 
 
 _TOPS = {SHARED_WINDOW >> _WINDOW_SHIFT: "shared", LOCAL_WINDOW >> _WINDOW_SHIFT: "local", PARAM_WINDOW >> _WINDOW_SHIFT: "param"}
-WINDOWS = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
+WINDOWS = {"shared": SHARED_WINDOW, "cluster": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW}
 
 
 def _space_of(top: int) -> str:
     return _TOPS.get(top, "global")
 
 
-def load(w: Warp, code: Code, space: str, address: Int64, lanes: Int64, size: int, count: int, strong: bool = False) -> list[Array]:
-    """`count` vectors of unsigned integers of `size` bytes, one element a lane, from consecutive addresses."""
+_NAMED = {"shared": "cluster"}
+"""Generic addresses in the shared window may name any CTA of the cluster."""
+
+
+def load(
+    w: Warp, code: Code, space: str, address: Int64, lanes: Int64, size: int, count: int, strong: bool = False, owner: Cta | None = None
+) -> list[Array]:
+    """`count` vectors of unsigned integers of `size` bytes, one element a lane, from consecutive addresses.
+
+    space: shared, cluster (shared::cluster addresses), global, local, param or generic; owner: whose shared memory, the own by default.
+    """
+    if space == "cluster":
+        pieces = split_cluster(w, code, address, lanes)
+        if pieces[0][1] is None:
+            return load(w, code, "shared", pieces[0][2], lanes, size, count, strong, pieces[0][0])
+        gathered = [np.empty(len(address), _TYPES[size]) for _ in range(count)]
+        for other, places, offsets in pieces:
+            for out, value in zip(gathered, load(w, code, "shared", offsets, lanes[places], size, count, strong, other), strict=True):
+                out[places] = value
+        return gathered
     if space == "generic":
         parts = split_generic(address)
         if len(parts) == 1 and parts[0][1] is None:
             found = parts[0][0]
-            return load(w, code, found, address - WINDOWS.get(found, 0), lanes, size, count, strong)
+            return load(w, code, _NAMED.get(found, found), address - WINDOWS.get(found, 0), lanes, size, count, strong)
         result = [np.empty(len(address), _TYPES[size]) for _ in range(count)]
         for found, places in parts:
-            values = load(w, code, found, address[places] - WINDOWS.get(found, 0), lanes[places], size, count, strong)
+            values = load(w, code, _NAMED.get(found, found), address[places] - WINDOWS.get(found, 0), lanes[places], size, count, strong)
             for out, value in zip(result, values, strict=True):
                 out[places] = value
         return result
     total = size * count
     if space == "shared":
-        good = _shared(w, code, address, lanes, total, False, strong)
-        words = w.cta.words[size]
+        good = _shared(w, code, address, lanes, total, False, strong, owner)
+        words = (w.cta if owner is None else owner).words[size]
         if good is None:
             index = address >> (size.bit_length() - 1)
             if count == 1:
@@ -391,23 +449,38 @@ def _flat_fault(w: Warp, code: Code, space: str, address: int, lane: int, total:
     )
 
 
-def store(w: Warp, code: Code, space: str, address: Int64, lanes: Int64, size: int, values: list[Array], strong: bool = False) -> None:
-    """Write vectors of unsigned integers of `size` bytes to consecutive addresses."""
+def store(
+    w: Warp,
+    code: Code,
+    space: str,
+    address: Int64,
+    lanes: Int64,
+    size: int,
+    values: list[Array],
+    strong: bool = False,
+    owner: Cta | None = None,
+) -> None:
+    """Write vectors of unsigned integers of `size` bytes to consecutive addresses. space, owner: as in `load`."""
+    if space == "cluster":
+        for other, places, offsets in split_cluster(w, code, address, lanes):
+            pick = slice(None) if places is None else places
+            store(w, code, "shared", offsets, lanes[pick], size, [v[pick] for v in values], strong, other)
+        return
     if space == "generic":
         for found, places in split_generic(address):
             base = WINDOWS.get(found, 0)
             if places is None:
-                store(w, code, found, address - base, lanes, size, values, strong)
+                store(w, code, _NAMED.get(found, found), address - base, lanes, size, values, strong)
             else:
-                store(w, code, found, address[places] - base, lanes[places], size, [v[places] for v in values], strong)
+                store(w, code, _NAMED.get(found, found), address[places] - base, lanes[places], size, [v[places] for v in values], strong)
         return
     total = size * len(values)
     shift = size.bit_length() - 1
     if space == "shared":
-        good = _shared(w, code, address, lanes, total, True, strong)
+        good = _shared(w, code, address, lanes, total, True, strong, owner)
         if good is not None:
             address, values = address[good], [v[good] for v in values]
-        words = w.cta.words[size]
+        words = (w.cta if owner is None else owner).words[size]
         index = address >> shift
         for k, value in enumerate(values):
             words[index + k if k else index] = value
@@ -454,7 +527,8 @@ def publish(w: Warp, space: str, address: int, clock: Clock | None) -> None:
     if clock is None:
         return
     cta = w.cta
-    if space == "shared":
+    if space in ("shared", "cluster"):
+        cta, address = owner_of(cta, address)
         known = cta.sync_clocks.get(address)
         if known is None:
             cta.sync_clocks[address] = clock.copy()
@@ -462,7 +536,7 @@ def publish(w: Warp, space: str, address: int, clock: Clock | None) -> None:
             known.join(clock)
         return
     table = cta.launch.global_sync.setdefault(address, {})
-    entries = {cta.index: clock.limits}
+    entries = {cta.cluster.index: clock.limits}
     if clock.foreign:
         entries.update(clock.foreign)
     for index, limits in entries.items():
@@ -473,13 +547,14 @@ def publish(w: Warp, space: str, address: int, clock: Clock | None) -> None:
 def observe(w: Warp, space: str, address: int) -> Clock | None:
     """What a read of an address may acquire."""
     cta = w.cta
-    if space == "shared":
+    if space in ("shared", "cluster"):
+        cta, address = owner_of(cta, address)
         return cta.sync_clocks.get(address)
     table = cta.launch.global_sync.get(address)
     if not table:
         return None
-    own = table.get(cta.index)
-    foreign = {k: v for k, v in table.items() if k != cta.index}
+    own = table.get(cta.cluster.index)
+    foreign = {k: v for k, v in table.items() if k != cta.cluster.index}
     return Clock(own.copy() if own is not None else np.zeros(1, np.int64), foreign or None)
 
 

@@ -13,8 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .access import WINDOWS, check_global, check_shared, global_mapping, race_message, shared_faults, shared_index
+from .access import (
+    WINDOWS,
+    check_alive,
+    check_global,
+    check_shared,
+    global_mapping,
+    race_message,
+    shared_faults,
+    shared_index,
+    shared_place,
+)
 from .alu import Steps
+from .cluster import owner_of, same_offset
 from .decode import Assembler, Code, instruction, uniform
 from .hazards import Clock
 from .layouts import swizzle_chunks, tma_rows
@@ -52,33 +63,35 @@ def shared_reader(asm: Assembler, operand: Operand, words: list[str]) -> Reader:
 
 
 def mbarrier_at(w: Warp, code: Code, address: int, lane: int, strong: bool = True) -> MBarrier:
-    """The object at an address, with the checks of an access to it."""
-    cta = w.cta
-    if cta.check:
-        touch_mbarrier(w, code, address, lane, strong)
-    found = cta.mbarriers.get(address)
+    """The object at an address of the cluster's shared memory, with the checks of an access to it."""
+    owner, address = owner_of(w.cta, address)
+    if owner is not w.cta:
+        check_alive(w, code, owner, lane)
+    if owner.check:
+        touch_mbarrier(w, code, owner, address, lane, strong)
+    found = owner.mbarriers.get(address)
     if found is None:
-        cta.report(
+        owner.report(
             "uninitialized",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{address - SHARED_START:+#x}, where no mbarrier is initialised",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {shared_place(w, address, owner)}, where no mbarrier is initialised",
             code,
             w,
             lane,
             address,
         )
-        found = cta.mbarriers[address] = MBarrier(address, 1, cta)
+        found = owner.mbarriers[address] = MBarrier(address, 1, owner)
     return found
 
 
-def touch_mbarrier(w: Warp, code: Code, address: int, lane: int, strong: bool) -> None:
-    shadow = w.cta.shadow
+def touch_mbarrier(w: Warp, code: Code, owner: Cta, address: int, lane: int, strong: bool) -> None:
+    shadow = owner.shadow
     assert shadow is not None
     one = np.array([address], np.int64)
-    if shared_faults(w, code, one, np.array([lane], np.int64), 8, True) is not None:
+    if shared_faults(w, code, one, np.array([lane], np.int64), 8, True, owner) is not None:
         return
     index, wide = shared_index(shadow, one, 8)
     epochs = w.epochs[lane : lane + 1] + (code.strong_tag if strong else code.tag)
-    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=strong)
+    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=strong, owner=owner)
 
 
 def _by_address(address: Array, mask: Array) -> list[tuple[int, Int64]]:
@@ -98,7 +111,8 @@ def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, releas
     if count > barrier.pending:
         w.cta.report(
             "mbarrier",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on shared{barrier.address - SHARED_START:+#x}, "
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on "
+            f"shared{barrier.address - SHARED_START:+#x}, "
             f"whose phase {barrier.phase} waits for {barrier.pending} of {barrier.expected} only",
             code,
             w,
@@ -141,12 +155,13 @@ def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if not 1 <= expected <= MBARRIER_LIMIT:
                 raise ValueError(f"an arrival count of {expected} is not in 1..2^20-1")
             if w.cta.check:
-                touch_mbarrier(w, code, at, lane, False)
+                touch_mbarrier(w, code, w.cta, at, lane, False)
             old = w.cta.mbarriers.get(at)
             if old is not None and old.waiting:
                 w.cta.report(
                     "mbarrier",
-                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{at - SHARED_START:+#x} while {old.waiting[0][0].name} waits on it",
+                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{at - SHARED_START:+#x} "
+                    f"while {old.waiting[0][0].name} waits on it",
                     code,
                     w,
                     lane,
@@ -389,9 +404,11 @@ def scatter_box(cta: Cta, address: int, data: Array, mode: int) -> None:
     chunks[place] = data.view(np.uint64).reshape(-1, 2)
 
 
-def _shared_box_fault(w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str) -> bool:
+def _shared_box_fault(
+    w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str, owner: Cta | None = None
+) -> bool:
     """Report a box that does not lie in shared memory or is misaligned."""
-    cta = w.cta
+    cta = w.cta if owner is None else owner
     place = f"{verb} of {size} bytes at shared{address - SHARED_START:+#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
     if address < SHARED_START or address + size > cta.shared_end:
         cta.report(
@@ -468,7 +485,7 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.9.27.1.2, .tile mode."""
     rank = _rank(asm, words)
     for word in words:
-        if word.startswith(("im2col", "tile::")) or word == "multicast::cluster":
+        if word.startswith(("im2col", "tile::")):
             raise asm.error(f"{ins.opcode}: .{word} is not supported")
     code = asm.code
     if "bulk_group" in words:
@@ -479,33 +496,65 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     map_address = _map_reader(asm, ins.operands[1])
     _, coordinates = _coordinates(asm, ins.operands[1], rank)
     barrier_address = shared_reader(asm, ins.operands[2], words)
+    ranks = _multicast(asm, ins, words, 3)
 
     def step(w: Warp, r: list[Any]) -> None:
         cta = w.cta
         for lane in np.flatnonzero(w.mask).tolist():
             tensor_map = tensor_map_at(w, code, int(map_address(r)[lane]))
             box = Box(w, tensor_map, [int(r[c][lane]) for c in coordinates])
-            address = int(target(r)[lane])
-            barrier = mbarrier_at(w, code, int(barrier_address(r)[lane]), lane)
+            mask = int(r[ranks][lane]) if ranks >= 0 else None
             who = f"the tensor load of {w.name}"
-            slot: tuple[int, int] | None = None
-            fault = _shared_box_fault(w, code, address, box.bytes, 128, lane, "write")
-            if cta.check:
-                slot = cta.async_slot(w, who)
-                epoch = _epoch(*slot, lane, code)
-                if not fault:
-                    check_shared(w, code, _granules(cta, address, box.bytes), epoch, True, who=who)
-                starts, size = box.pieces()
-                if len(starts):
-                    check_global(w, code, box.mapping, starts, size, epoch, False, who=who)
+            for owner, address, barrier in _targets(w, code, lane, int(target(r)[lane]), int(barrier_address(r)[lane]), mask):
+                slot: tuple[int, int] | None = None
+                fault = _shared_box_fault(w, code, address, box.bytes, 128, lane, "write", owner)
+                if cta.check:
+                    slot = cta.async_slot(w, who)
+                    epoch = _epoch(*slot, lane, code)
+                    if not fault:
+                        check_shared(w, code, _granules(owner, address, box.bytes), epoch, True, who=who, owner=owner)
+                    starts, size = box.pieces()
+                    if len(starts):
+                        check_global(w, code, box.mapping, starts, size, epoch, False, who=who)
 
-            def move(box: Box = box, address: int = address, fault: bool = fault) -> None:
-                if not fault:
-                    scatter_box(cta, address, box.read(), box.swizzle)
+                def move(box: Box = box, owner: Cta = owner, address: int = address, fault: bool = fault) -> None:
+                    if not fault:
+                        scatter_box(owner, address, box.read(), box.swizzle)
 
-            complete_on(w, barrier, box.bytes, slot, move)
+                complete_on(w, barrier, box.bytes, slot, move)
 
     return step, step
+
+
+def _multicast(asm: Assembler, ins: Instruction, words: list[str], place: int) -> int:
+    """Slot of the mask of ranks of a .multicast::cluster copy, -1 when it has none."""
+    if "multicast::cluster" not in words:
+        return -1
+    if len(ins.operands) <= place:
+        raise asm.error(f"{ins.opcode} names no mask of CTAs")
+    return asm.source(ins.operands[place], "u16")
+
+
+def _targets(w: Warp, code: Code, lane: int, address: int, barrier_address: int, mask: int | None) -> list[tuple[Cta, int, MBarrier]]:
+    """[(CTA, offset, mbarrier)] of a copy into shared memory; mask: ranks of a multicast, each at the same offsets."""
+    cta = w.cta
+    if mask is None:
+        owner, offset = owner_of(cta, address)
+        if owner is not cta:
+            check_alive(w, code, owner, lane)
+        barrier = mbarrier_at(w, code, barrier_address, lane)
+        if barrier.cta is not owner:
+            raise ValueError("the mbarrier is not in the shared memory of the CTA that is written")
+        return [(owner, offset, barrier)]
+    if not mask or mask >> cta.cluster.size:
+        raise ValueError(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
+    result = []
+    for rank in range(cta.cluster.size):
+        if mask >> rank & 1:
+            owner, offset = owner_of(cta, same_offset(cta, address, rank))
+            check_alive(w, code, owner, lane)
+            result.append((owner, offset, mbarrier_at(w, code, same_offset(cta, barrier_address, rank), lane)))
+    return result
 
 
 class BulkGroups:
@@ -635,8 +684,11 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             raise asm.error(f"{ins.opcode} is not supported")
     operands = ins.operands
     to_global = "bulk_group" in words
+    if "global" not in words and "shared::cta" in words and combine is None:
+        return _bulk_between(asm, ins)
     if len(operands) < (3 if to_global else 4) or "global" not in words:
         raise asm.error(f"{ins.opcode}: this form of copy is not supported")
+    ranks = -1 if to_global else _multicast(asm, ins, words, 4)
     shared_address = shared_reader(asm, operands[1 if to_global else 0], ["shared"])
     global_address, _ = address_reader(asm, operands[0 if to_global else 1], "global")
     length = asm.source(operands[2], "u32")
@@ -648,11 +700,10 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             size, inside, outside = int(r[length][lane]), int(shared_address(r)[lane]), int(global_address(r)[lane])
             if size % 16:
                 raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
-            fault = _shared_box_fault(w, code, inside, size, 16, lane, "read" if to_global else "write")
             mapping = _bulk_faults(w, code, inside, size, lane, outside, to_global)
-            fault = fault or mapping is None
             starts = np.arange(outside, outside + size, 16)
             if to_global:
+                fault = _shared_box_fault(w, code, inside, size, 16, lane, "read") or mapping is None
                 groups = _bulk(w, lane)
                 if cta.check and not fault and size:
                     assert mapping is not None
@@ -678,22 +729,64 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 groups.open.append(cta.launch.defer(cta, put))
                 continue
             assert barrier_address is not None
-            barrier = mbarrier_at(w, code, int(barrier_address(r)[lane]), lane)
+            mask = int(r[ranks][lane]) if ranks >= 0 else None
+            for owner, place, barrier in _targets(w, code, lane, inside, int(barrier_address(r)[lane]), mask):
+                slot: tuple[int, int] | None = None
+                fault = _shared_box_fault(w, code, place, size, 16, lane, "write", owner) or mapping is None
+                if cta.check:
+                    who = f"the bulk load of {w.name}"
+                    slot = cta.async_slot(w, who)
+                    if not fault and size:
+                        assert mapping is not None
+                        epoch = _epoch(*slot, lane, code)
+                        check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner)
+                        check_global(w, code, mapping, starts, 16, epoch, False, who=who)
+
+                def move(
+                    mapping: Mapping | None = mapping,
+                    owner: Cta = owner,
+                    place: int = place,
+                    outside: int = outside,
+                    size: int = size,
+                    fault: bool = fault,
+                ) -> None:
+                    if not fault and mapping is not None:
+                        owner.smem[place : place + size] = mapping.bytes[outside - mapping.base : outside - mapping.base + size]
+
+                complete_on(w, barrier, size, slot, move)
+
+    return step, step
+
+
+def _bulk_between(asm: Assembler, ins: Instruction) -> Steps:
+    """cp.async.bulk.shared::cluster.shared::cta: from the own shared memory to that of a CTA of the cluster."""
+    operands = asm.operands(4)
+    target, source = shared_reader(asm, operands[0], ["shared"]), shared_reader(asm, operands[1], ["shared"])
+    length = asm.source(operands[2], "u32")
+    barrier_address = shared_reader(asm, operands[3], ["shared"])
+    code = asm.code
+
+    def step(w: Warp, r: list[Any]) -> None:
+        cta = w.cta
+        for lane in np.flatnonzero(w.mask).tolist():
+            size, start = int(r[length][lane]), int(source(r)[lane])
+            if size % 16:
+                raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
+            ((owner, place, barrier),) = _targets(w, code, lane, int(target(r)[lane]), int(barrier_address(r)[lane]), None)
+            fault = _shared_box_fault(w, code, place, size, 16, lane, "write", owner)
+            fault |= _shared_box_fault(w, code, start, size, 16, lane, "read")
             slot: tuple[int, int] | None = None
             if cta.check:
-                who = f"the bulk load of {w.name}"
+                who = f"the bulk copy of {w.name}"
                 slot = cta.async_slot(w, who)
                 if not fault and size:
-                    assert mapping is not None
                     epoch = _epoch(*slot, lane, code)
-                    check_shared(w, code, _granules(cta, inside, size), epoch, True, who=who)
-                    check_global(w, code, mapping, starts, 16, epoch, False, who=who)
+                    check_shared(w, code, _granules(cta, start, size), epoch, False, reader=slot[0], who=who)
+                    check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner)
 
-            def move(
-                mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault
-            ) -> None:
-                if not fault and mapping is not None:
-                    cta.smem[inside : inside + size] = mapping.bytes[outside - mapping.base : outside - mapping.base + size]
+            def move(owner: Cta = owner, place: int = place, start: int = start, size: int = size, fault: bool = fault) -> None:
+                if not fault:
+                    owner.smem[place : place + size] = cta.smem[start : start + size]
 
             complete_on(w, barrier, size, slot, move)
 

@@ -164,8 +164,6 @@ def _bar(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         words = words[1:]
     if words[:1] == ["warp"]:
         return _bar_warp(asm, ins)
-    if words[:1] == ["cluster"]:
-        raise asm.error(f"{ins.opcode}: clusters are not supported")
     operation = words[0]
     operands = ins.operands
     code = asm.code

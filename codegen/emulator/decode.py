@@ -188,8 +188,7 @@ class Assembler:
             return self.constant(constant_bits(Immediate(address + operand.offset), kind))
         if isinstance(operand, Special):
             dtype = np.uint64 if operand.name.endswith("64") or operand.name == "%globaltimer" else np.uint32
-            slot = self._slot(("special", operand.name, kind), Slot("special", dtype=dtype, value=(operand.name, KINDS[kind])))
-            return slot
+            return self._slot(("special", operand.name, kind), Slot("special", dtype=dtype, value=(operand.name, KINDS[kind])))
         raise self.error(f"{self.instruction.opcode}: unexpected source operand {type(operand).__name__.lower()}")
 
     def destination(self, operand: Operand, kind: str) -> int:
@@ -407,6 +406,7 @@ EXIT_HOOKS: list[Callable[[Any, Warp], None]] = []
 def special_register(warp: Warp, name: str) -> Array:
     """Values of a special register that does not change while the warp runs (section 10)."""
     run = warp.cta.launch
+    cluster = warp.cta.cluster
     axis = "xyzw".find(name[-1]) if "." in name else -1
     base = name.split(".", 1)[0]
     if base == "%tid":
@@ -415,7 +415,8 @@ def special_register(warp: Warp, name: str) -> Array:
         return np.array([linear % x, linear // x % y, linear // (x * y), 0 * linear][axis])
     values: dict[str, Any] = {
         "%ntid": (*run.block, 1), "%ctaid": (*warp.cta.ctaid, 0), "%nctaid": (*run.grid, 1),
-        "%clusterid": (*warp.cta.ctaid, 0), "%nclusterid": (*run.grid, 1), "%cluster_ctaid": (0, 0, 0, 0), "%cluster_nctaid": (1, 1, 1, 1),
+        "%clusterid": (*cluster.position, 0), "%nclusterid": (*run.cluster_grid, 1), "%cluster_nctaid": (*run.cluster_dims, 1),
+        "%cluster_ctaid": (*(c % d for c, d in zip(warp.cta.ctaid, run.cluster_dims, strict=True)), 0),
     }  # fmt: skip
     if base in values:
         return np.full(32, values[base][axis], np.int64)
@@ -426,8 +427,8 @@ def special_register(warp: Warp, name: str) -> Array:
     if base in lane_masks:
         return np.asarray(lane_masks[base])
     scalars = {
-        "%warpid": warp.index, "%nwarpid": run.warps, "%smid": warp.cta.index % 132, "%nsmid": 132, "%gridid": 0, "%is_explicit_cluster": 0,
-        "%cluster_ctarank": 0, "%cluster_nctarank": 1, "%dynamic_smem_size": run.dynamic_bytes, "%total_smem_size": run.shared_bytes,
+        "%warpid": warp.index, "%nwarpid": run.warps, "%smid": warp.cta.index % 132, "%nsmid": 132, "%gridid": 0, "%is_explicit_cluster": int(cluster.size > 1),
+        "%cluster_ctarank": warp.cta.rank, "%cluster_nctarank": cluster.size, "%dynamic_smem_size": run.dynamic_bytes, "%total_smem_size": run.shared_bytes,
         "%aggr_smem_size": run.shared_bytes,
     }  # fmt: skip
     if base == "%laneid":

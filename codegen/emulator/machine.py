@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
+from .cluster import Cluster
 from .hazards import Access, Clock, Hazard, Reporter, Shadow
 from .memory import POISON32, SHARED_START, Memory, TensorMap
 from .ptx import PtxError
@@ -82,7 +83,7 @@ class Warp:
     def __init__(self, cta: Cta, index: int, lanes: int) -> None:
         self.cta = cta
         self.index = index
-        self.actor = index
+        self.actor = cta.rank * cta.launch.warps + index
         self.name = f"warp {index}" if cta.launch.total == 1 else f"CTA {cta.index} warp {index}"
         self.mask: Bool = ALL if lanes == WARP else np.arange(WARP) < lanes
         self.groups = [Group(0, self.mask)]
@@ -98,7 +99,7 @@ class Warp:
         self.local: NDArray[np.uint8] | None = None
         self.spins = 0
         # Happens-before.
-        limits = np.zeros(cta.capacity, np.int64)
+        limits = np.zeros(cta.cluster.capacity, np.int64)
         limits[self.actor] = hz.CLOCK_STEP | hz.CLOCK_FILL
         self.clock = Clock(limits)
         self.epochs = (LANES << hz.LANE_SHIFT) | self.actor | hz.CLOCK_STEP
@@ -109,6 +110,8 @@ class Warp:
         self.bulk: dict[int, Any] = {}
         self.cp_async: Any = None
         self.tmem_ops: Any = None
+        self.cluster_phase: Array = np.full(WARP, -1, np.int64)
+        """Phase of the cluster barrier in which each lane has arrived without having waited, or -1."""
 
     # ----------------------------------------------------------------------------------------------------- happens-before
 
@@ -225,6 +228,7 @@ class Warp:
         for waiting in self.groups:
             if waiting.blocked and waiting.blocked[0] == "converge":
                 waiting.blocked = None
+        self.cta.cluster.settle()
 
     def _merge(self, group: Group) -> None:
         if group not in self.groups:
@@ -315,16 +319,14 @@ class Pending:
 class Cta:
     """A thread block: shared and tensor memory, barriers, warps."""
 
-    def __init__(self, launch: Run, index: int, ctaid: tuple[int, int, int]) -> None:
+    def __init__(self, launch: Run, index: int, ctaid: tuple[int, int, int], cluster: Cluster) -> None:
         self.launch = launch
         self.index = index
         self.ctaid = ctaid
         self.check = launch.check
-        self.capacity = launch.warps + 64
-        self.actor_names: list[str] = []
-        self.actors: dict[Any, int] = {}
-        self.slots: list[int] = []
-        self.slot_times: list[int] = []
+        self.cluster = cluster
+        self.rank = len(cluster.ctas)
+        cluster.ctas.append(self)
         size = SHARED_START + launch.shared_bytes
         self.shared_end = size
         self.smem = np.full((size + 31) // 16 * 4, POISON32, np.uint32).view(np.uint8)
@@ -340,7 +342,7 @@ class Cta:
         self.sync_clocks: dict[int, Clock] = {}
         self.tmem: Any = None
         self.warps = [Warp(self, i, min(WARP, launch.threads - WARP * i)) for i in range(launch.warps)]
-        self.actor_names = [w.name for w in self.warps]
+        cluster.actor_names += [w.name for w in self.warps]
         self.live = len(self.warps)
         self.pending = 0
         for warp in self.warps:
@@ -349,51 +351,27 @@ class Cta:
     # ------------------------------------------------------------------------------------------------------------- actors
 
     def actor(self, key: Any, name: str) -> int:
-        """The actor number of a named asynchronous engine, made on first use."""
-        found = self.actors.get(key)
-        if found is None:
-            found = self.actors[key] = self.new_actor(name)
-        return found
-
-    def new_actor(self, name: str) -> int:
-        number = len(self.actor_names)
-        if number > hz.ACTOR_MASK:
-            raise PtxError("more than 65,536 asynchronous operations of one CTA are outstanding")
-        self.actor_names.append(name)
-        if number >= self.capacity:
-            self.capacity *= 2
-            for warp in self.warps:
-                grown = np.zeros(self.capacity, np.int64)
-                grown[: len(warp.clock.limits)] = warp.clock.limits
-                warp.clock.limits = grown
-        return number
+        """The actor number of a named asynchronous engine of this CTA, made on first use."""
+        return self.cluster.actor((self.rank, key), name)
 
     def async_slot(self, warp: Warp, name: str) -> tuple[int, int]:
-        """(actor, clock) for one asynchronous operation: a slot is reused only by an issuer that knows its last operation complete."""
-        limits = warp.clock.limits
-        for place, actor in enumerate(self.slots):
-            if limits[actor] >> hz.CLOCK_SHIFT >= self.slot_times[place]:
-                self.slot_times[place] += 1
-                self.actor_names[actor] = name
-                return actor, self.slot_times[place]
-        actor = self.new_actor(name)
-        self.slots.append(actor)
-        self.slot_times.append(1)
-        return actor, 1
+        """(actor, clock) for one asynchronous operation."""
+        return self.cluster.async_slot(warp, name)
 
     # ------------------------------------------------------------------------------------------------------------- hazards
 
-    def access_of(self, epoch: int, cta: int | None = None) -> Access:
-        """An epoch in words."""
+    def access_of(self, epoch: int, cluster: int | None = None) -> Access:
+        """An epoch of this or another cluster in words."""
         code = (epoch >> hz.CODE_SHIFT) & (hz.CODE_LIMIT - 1)
         lines = self.launch.code.lines
         line = lines[code] if code < len(lines) else 0
         actor = epoch & hz.ACTOR_MASK
-        owner = self if cta is None or cta == self.index else self.launch.resident.get(cta)
+        owner = self.cluster if cluster is None else self.launch.clusters.get(cluster)
         if owner is not None and actor < len(owner.actor_names):
             name = owner.actor_names[actor]
         else:
-            name = f"CTA {cta} " + (f"warp {actor}" if actor < self.launch.warps else "asynchronous operation")
+            what = "CTA" if self.cluster.size == 1 else "cluster"
+            name = f"{what} {cluster} " + (f"warp {actor}" if actor < self.cluster.size * self.launch.warps else "asynchronous operation")
         return Access(line, name, (epoch >> hz.LANE_SHIFT) & 31)
 
     def report(
@@ -494,6 +472,7 @@ class Cta:
                 bar.count = WARP * self.live
                 if bar.arrived >= bar.count:
                     self.bar_complete(bar)
+        self.cluster.settle()
 
 
 class Run:
@@ -515,6 +494,7 @@ class Run:
         budget: int,
         progress: Callable[[int], None] | None,
         tensor_cores: str = "exact",
+        cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         self.code = code
         self.grid = grid
@@ -522,6 +502,9 @@ class Run:
         self.threads = block[0] * block[1] * block[2]
         self.warps = -(-self.threads // WARP)
         self.total = grid[0] * grid[1] * grid[2]
+        self.cluster_dims = cluster
+        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        self.cluster_grid = (grid[0] // cluster[0], grid[1] // cluster[1], grid[2] // cluster[2])
         self.shared_bytes = shared_bytes
         self.dynamic_bytes = dynamic_bytes
         self.params = np.frombuffer(bytearray(params + bytes(-len(params) % 16 + 16)), np.uint8)
@@ -540,14 +523,17 @@ class Run:
         self.ready: list[Warp] = []
         self.pending: list[Pending] = []
         self.resident: dict[int, Cta] = {}
-        self.next_cta = 0
+        self.clusters: dict[int, Cluster] = {}
+        """Clusters with a CTA that has not exited."""
+        self.total_clusters = self.total // self.cluster_size
+        self.next_cluster = 0
         self.global_shadow = hz.GlobalShadow()
         self.global_sync: dict[int, dict[int, Any]] = {}
         self.stopped = False
         # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
         self.eagerness = self.random.choice((0.0, 0.02, 0.1, 0.4))
         self.quantum = self.random.choice((8, 32, 128))
-        self.residency = min(self.total, self.random.choice((1, 2, 4)))
+        self.residency = min(self.total_clusters, self.random.choice((1, 2, 4)))
 
     # ------------------------------------------------------------------------------------------------------------ services
 
@@ -581,14 +567,22 @@ class Run:
 
     # ----------------------------------------------------------------------------------------------------------- scheduling
 
-    def start_cta(self) -> None:
-        index = self.next_cta
-        self.next_cta += 1
-        x, y = self.grid[0], self.grid[1]
-        cta = Cta(self, index, (index % x, index // x % y, index // (x * y)))
-        self.resident[index] = cta
-        for warp in cta.warps:
-            self.make_ready(warp)
+    def start_cluster(self) -> None:
+        """Start the next cluster's CTAs together."""
+        index = self.next_cluster
+        self.next_cluster += 1
+        nx, ny = self.cluster_grid[:2]
+        position = (index % nx, index // nx % ny, index // (nx * ny))
+        cluster = self.clusters[index] = Cluster(self, index, position)
+        cx, cy, _ = self.cluster_dims
+        for rank in range(self.cluster_size):
+            inside = (rank % cx, rank // cx % cy, rank // (cx * cy))
+            x, y, z = (p * d + i for p, d, i in zip(position, self.cluster_dims, inside, strict=True))
+            number = x + self.grid[0] * (y + self.grid[1] * z)
+            self.resident[number] = Cta(self, number, (x, y, z), cluster)
+        for cta in cluster.ctas:
+            for warp in cta.warps:
+                self.make_ready(warp)
 
     def run(self) -> None:
         """Run the grid to its end, to a deadlock (reported) or to the end of the instruction budget (PtxError)."""
@@ -596,18 +590,18 @@ class Run:
         mark = seen = -1
         report_at = 1 << 14
         for _ in range(self.residency):
-            self.start_cta()
+            self.start_cluster()
         ready = self.ready
         while not self.stopped:
             if not ready:
                 if self.pending:
                     self._complete_one()
                     continue
-                if not self.resident and self.next_cta >= self.total:
+                if not self.resident and self.next_cluster >= self.total_clusters:
                     return
-                if self.next_cta < self.total:
+                if self.next_cluster < self.total_clusters:
                     # Nothing resident can go on: what it waits for may come from a CTA that has not started.
-                    self.start_cta()
+                    self.start_cluster()
                     continue
                 if mark != self.progress_count and self._release_parked():
                     mark = self.progress_count
@@ -632,9 +626,9 @@ class Run:
                     raise PtxError(f"the launch was stopped after {self.instructions} warp instructions, its budget is {self.budget}")
                 if self.progress is not None:
                     self.progress(self.instructions)
-                if self.progress_count == seen and self.next_cta < self.total and len(self.resident) < MAX_RESIDENT:
+                if self.progress_count == seen and self.next_cluster < self.total_clusters and len(self.resident) < MAX_RESIDENT:
                     # Everybody spins: what they wait for may come from a CTA that has not started.
-                    self.start_cta()
+                    self.start_cluster()
                 seen = self.progress_count
 
     def _remove(self, place: int) -> None:
@@ -654,8 +648,11 @@ class Run:
                 self.finish(pending)
             self.code.cta_exit(cta, warp)
             del self.resident[cta.index]
-            if self.next_cta < self.total:
-                self.start_cta()
+            cluster = cta.cluster
+            if all(c.live == 0 for c in cluster.ctas):
+                del self.clusters[cluster.index]
+                if self.next_cluster < self.total_clusters:
+                    self.start_cluster()
 
     def _groups(self) -> list[tuple[Warp, Group]]:
         return [(w, g) for cta in self.resident.values() for w in cta.warps if not w.done for g in w.groups if g.blocked]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import access
 from . import numerics as fp
 from .access import (
     WINDOWS,
@@ -20,19 +19,22 @@ from .access import (
     publish,
     shared_faults,
     shared_index,
+    shared_place,
+    split_cluster,
     split_generic,
     store,
 )
 from .alu import Steps, kind_of, storage
+from .cluster import owner_of, same_offset
 from .control import nothing
 from .decode import KINDS, Assembler, instruction, kind_bytes
-from .machine import LANES, Warp
+from .machine import LANES, Cta, Warp
 from .ptx import Address, Immediate, Instruction, Operand, Register, Sink, Symbol, Vector
 
 Array = NDArray[Any]
 
 _SPACES = {
-    "global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "shared", "local": "local", "param": "param",
+    "global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster", "local": "local", "param": "param",
     "param::entry": "param", "param::func": "param", "const": "global",
 }  # fmt: skip
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
@@ -310,6 +312,20 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         else:
             value[...] = function(value, operand)
 
+    def shared_atomic(w: Warp, r: list[Any], owner: Cta, at: Array, who: Array, old: Array) -> None:
+        good = shared_faults(w, code, at, who, size, True, owner)
+        if good is not None:
+            at, who = at[good], who[good]
+        if w.cta.check and len(at):
+            assert owner.shadow is not None
+            index, wide = shared_index(owner.shadow, at, size)
+            epochs = w.epochs[who] + code.strong_tag
+            # A read-modify-write of memory that nothing has written is a read of it.
+            _check_initialized(w, owner, index, who, at)
+            check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=True, owner=owner)
+        for lane, place in zip(who.tolist(), at.tolist(), strict=True):
+            apply(owner.words[size], place >> shift, lane, r, old)
+
     def step(w: Warp, r: list[Any]) -> None:
         lanes = np.flatnonzero(w.mask)
         address = read(r)[lanes]
@@ -326,19 +342,10 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             pick: Any = slice(None) if places is None else places
             at = address[pick] - (WINDOWS.get(found, 0) if space == "generic" else 0)
             who = lanes[pick]
-            if found == "shared":
-                good = shared_faults(w, code, at, who, size, True)
-                if good is not None:
-                    at, who = at[good], who[good]
-                if cta.check and len(at):
-                    assert cta.shadow is not None
-                    index, wide = shared_index(cta.shadow, at, size)
-                    epochs = w.epochs[who] + code.strong_tag
-                    # A read-modify-write of memory that nothing has written is a read of it.
-                    _check_initialized(w, index, who, at)
-                    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=True)
-                for lane, place in zip(who.tolist(), at.tolist(), strict=True):
-                    apply(cta.words[size], place >> shift, lane, r, old)
+            if found in ("shared", "cluster"):
+                local = found == "shared" and space != "generic"
+                for owner, some, offsets in [(cta, None, at)] if local else split_cluster(w, code, at, who):
+                    shared_atomic(w, r, owner, offsets, who if some is None else who[some], old)
             elif found == "global":
                 for mapping, inside in global_mapping(w, code, at, who, size, True):
                     sub: Any = slice(None) if inside is None else inside
@@ -352,15 +359,15 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             np.copyto(r[d], old, where=w.mask)
         cta.launch.progress_count += 1
 
-    def _check_initialized(w: Warp, index: Any, who: Array, at: Array) -> None:
-        shadow = w.cta.shadow
+    def _check_initialized(w: Warp, owner: Cta, index: Any, who: Array, at: Array) -> None:
+        shadow = owner.shadow
         assert shadow is not None
         never = shadow.write[index] == 0 if shadow.strong is None else (shadow.write[index] | shadow.strong[index]) == 0
         if never.any():
             place = int(never.reshape(len(who), -1).any(axis=1).argmax())
             w.cta.report(
                 "uninitialized",
-                f"atomic on {access.region(int(at[place]), 'shared', w)} by {w.name} lane {int(who[place])} (PTX line {code.line}), which nothing has written",
+                f"atomic on {shared_place(w, int(at[place]), owner)} by {w.name} lane {int(who[place])} (PTX line {code.line}), which nothing has written",
                 code,
                 w,
                 int(who[place]),
@@ -409,7 +416,7 @@ def _isspacep(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def test(a: Array, out: Array) -> None:
         top = a >> np.uint64(40)
         if base is None:
-            windows = [np.uint64(b >> 40) for b in WINDOWS.values()]
+            windows = [np.uint64(b >> 40) for b in set(WINDOWS.values())]
             out[...] = ~np.isin(top, windows)
         else:
             out[...] = top == np.uint64(base >> 40)
@@ -419,17 +426,35 @@ def _isspacep(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
 @instruction("mapa")
 def _mapa(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.9.23 for a cluster of one CTA: rank 0 is the CTA itself."""
+    """9.7.9.24: the address in CTA `rank` that corresponds to an address of the own CTA, generic or shared::cluster."""
     operands = asm.operands(3)
     kind = words[-1]
     d, a, rank = asm.destination(operands[0], kind), asm.source(operands[1], kind), asm.source(operands[2], "u32")
+    generic = not any(word.startswith("shared") for word in words)
+    if generic and kind != "u64":
+        raise asm.error(f"{ins.opcode}: generic addresses are 64-bit")
 
-    def same(x: Array, n: Array, out: Array) -> None:
-        if n.any():
-            raise ValueError("mapa names another CTA: clusters are not supported")
-        out[...] = x
+    def step(w: Warp, r: list[Any]) -> None:
+        base = WINDOWS["shared"] if generic else 0
+        for lane in np.flatnonzero(w.mask).tolist():
+            r[d][lane] = base + same_offset(w.cta, int(r[a][lane]) - base, int(r[rank][lane]))
 
-    return asm.lanewise(same, d, [a, rank], kind)
+    return step, step
+
+
+@instruction("getctarank")
+def _getctarank(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
+    """9.7.9.25: the rank of the CTA whose shared memory an address is in."""
+    operands = asm.operands(2)
+    kind = words[-1]
+    d, a = asm.destination(operands[0], "u32"), asm.source(operands[1], kind)
+    base = 0 if any(word.startswith("shared") for word in words) else WINDOWS["shared"]
+
+    def step(w: Warp, r: list[Any]) -> None:
+        for lane in np.flatnonzero(w.mask).tolist():
+            r[d][lane] = owner_of(w.cta, int(r[a][lane]) - base)[0].rank
+
+    return step, step
 
 
 @instruction("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import alu, asynchronous, control, memops, tcgen05_mma, tensor, tensor_core, tmem
+from . import alu, asynchronous, cluster_control, control, memops, tcgen05_mma, tensor, tensor_core, tmem
 from .asynchronous import TENSOR_MAP_MAGIC
+from .cluster import MAX_CLUSTER
 from .decode import Assembler, DecodedEntry
 from .hazards import Hazard
 from .machine import Run
@@ -19,7 +20,7 @@ from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
 
 Array = NDArray[Any]
 
-INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma)
+INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma, cluster_control)
 """The modules whose import fills the instruction table."""
 
 MAX_SHARED_BYTES = 232_448
@@ -153,11 +154,13 @@ class Program:
         progress: Callable[[int], None] | None = None,
         budget: int = DEFAULT_BUDGET,
         tensor_cores: str = "exact",
+        cluster: Sequence[int] | None = None,
     ) -> LaunchResult:
         """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
 
         grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
-        the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py). Arrays are written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
+        the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
+        axis (the entry's .reqnctapercluster, or one CTA, when left out). Arrays are written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
         """
         kernel = self.entries.get(entry)
         if kernel is None:
@@ -172,6 +175,7 @@ class Program:
             raise LaunchError(f"{entry} requires a block of {kernel.reqntid}, not {block3}")
         if kernel.maxntid is not None and threads > kernel.maxntid[0] * kernel.maxntid[1] * kernel.maxntid[2]:
             raise LaunchError(f"{entry} allows blocks of at most {kernel.maxntid}, not {block3}")
+        cluster3 = _cluster(kernel, grid3, cluster)
         if tensor_cores not in tensor_core.MODES:
             raise LaunchError(f"tensor_cores={tensor_cores!r} is none of {', '.join(tensor_core.MODES)}")
         decoded = self._decode(entry)
@@ -185,10 +189,26 @@ class Program:
         run = Run(
             code=decoded, grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
             memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
+            cluster=cluster3,
         )  # fmt: skip
         with np.errstate(all="ignore"):
             run.run()
         return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers)
+
+
+def _cluster(kernel: Entry, grid: tuple[int, int, int], cluster: Sequence[int] | None) -> tuple[int, int, int]:
+    """The cluster of a launch, checked."""
+    wanted = None if cluster is None else _dim3("cluster", cluster)
+    if kernel.cluster is not None and wanted is not None and wanted != kernel.cluster:
+        raise LaunchError(f"{kernel.name} requires clusters of {kernel.cluster}, not {wanted}")
+    result = wanted or kernel.cluster or (1, 1, 1)
+    size = result[0] * result[1] * result[2]
+    limit = MAX_CLUSTER if kernel.max_cluster is None else min(MAX_CLUSTER, kernel.max_cluster)
+    if size > limit:
+        raise LaunchError(f"clusters of {result} have {size} CTAs, more than {limit}")
+    if any(g % c for g, c in zip(grid, result, strict=True)):
+        raise LaunchError(f"grid {grid} is not a multiple of the cluster {result}")
+    return result
 
 
 def _dim3(what: str, value: Sequence[int]) -> tuple[int, int, int]:

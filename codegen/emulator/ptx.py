@@ -140,6 +140,10 @@ class Entry:
     params: tuple[Parameter, ...] = ()
     maxntid: tuple[int, int, int] | None = None
     reqntid: tuple[int, int, int] | None = None
+    cluster: tuple[int, int, int] | None = None
+    """.reqnctapercluster"""
+    max_cluster: int | None = None
+    """.maxclusterrank"""
     instructions: list[Instruction] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
     register_counts: dict[int, int] = field(default_factory=dict)
@@ -482,12 +486,15 @@ class _Parser:
                 entry.maxntid = self._dims()
             elif directive == ".reqntid":
                 entry.reqntid = self._dims()
-            elif directive in (".minnctapersm", ".maxnreg", ".reqnctapercluster", ".maxnctapersm", ".maxclusterrank", ".blocksareclusters"):
-                if directive != ".blocksareclusters":
-                    self._dims()
+            elif directive == ".reqnctapercluster":
+                entry.cluster = self._dims()
+            elif directive == ".maxclusterrank":
+                entry.max_cluster = self._dims()[0]
+            elif directive in (".minnctapersm", ".maxnreg", ".maxnctapersm"):
+                self._dims()
             elif directive == ".pragma":
                 self.skip_statement()
-            elif directive not in (".explicitcluster", ".noreturn"):
+            elif directive not in (".explicitcluster", ".blocksareclusters", ".noreturn"):
                 raise PtxError(f"unknown directive {directive!r} of {name}", line)
         if self.accept(";"):
             return

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import access, hazards as hz
+from . import access
+from . import hazards as hz
 from .access import check_shared
 from .alu import Steps
 from .asynchronous import mbarrier_at, shared_reader
+from .cluster import same_offset
 from .decode import Assembler, Code, instruction
 from .layouts import (
     TMEM_COLUMNS,
@@ -590,9 +592,10 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         raise asm.error(f"{ins.opcode} is not supported")
     if "shared::cta" in words:
         raise asm.error(f"{ins.opcode}: the mbarrier is named by a .shared::cluster or a generic address")
-    if "multicast::cluster" in words:
-        raise asm.error(f"{ins.opcode}: multicast is not supported")
-    read = shared_reader(asm, asm.operands(1)[0], words)
+    multicast = "multicast::cluster" in words
+    operands = asm.operands(2 if multicast else 1)
+    read = shared_reader(asm, operands[0], words)
+    ranks = asm.source(operands[1], "u16") if multicast else -1
     code = asm.code
 
     def step(w: Warp, r: list[Any]) -> None:
@@ -600,7 +603,15 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         launch = cta.launch
         address = read(r)
         for lane in np.flatnonzero(w.mask).tolist():
-            barrier = mbarrier_at(w, code, int(address[lane]), lane)
+            at = int(address[lane])
+            if ranks >= 0:
+                mask = int(r[ranks][lane])
+                if not mask or mask >> cta.cluster.size:
+                    raise ValueError(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
+                places = [same_offset(cta, at, rank) for rank in range(cta.cluster.size) if mask >> rank & 1]
+            else:
+                places = [at]
+            barriers = [mbarrier_at(w, code, place, lane) for place in places]
             waits_for, actors, time = issuer(w, lane).commit()
             clock: hz.Clock | None = None
             if cta.check:
@@ -609,7 +620,7 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
 
             def complete(
-                barrier: MBarrier = barrier, waits_for: list[Operation] = waits_for, clock: hz.Clock | None = clock, lane: int = lane
+                barriers: list[MBarrier] = barriers, waits_for: list[Operation] = waits_for, clock: hz.Clock | None = clock, lane: int = lane
             ) -> None:
                 # What is not ordered among itself may happen in any order.
                 launch.random.shuffle(waits_for)
@@ -617,7 +628,8 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     if not operation.done:
                         assert operation.pending is not None
                         launch.finish(operation.pending)
-                arrive_asynchronously(cta, barrier, code, w, lane, clock)
+                for barrier in barriers:
+                    arrive_asynchronously(cta, barrier, code, w, lane, clock)
 
             launch.defer(cta, complete)
 

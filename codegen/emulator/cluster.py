@@ -1,0 +1,145 @@
+"""Clusters: the CTAs that can reach each other's shared memory, their common actors and vector clocks, and the cluster barrier.
+
+A CTA that is launched without a cluster is one of its own. Actor numbers, and with them clocks and epochs, count over a cluster, so that
+accesses to the shared memory of another CTA are compared like those to the own.
+
+Shared-memory addresses: an address below 2^24 is an offset in the CTA's own window (.shared::cta); `mapa` gives (rank + 1) << 24 | offset,
+valid where .shared::cluster or generic addresses are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import hazards as hz
+from .hazards import Clock
+from .ptx import PtxError
+
+if TYPE_CHECKING:
+    from .machine import Cta, Group, Run, Warp
+
+MAX_CLUSTER = 8
+"""Largest portable cluster."""
+
+RANK_SHIFT = 24
+"""Bits of an offset in one CTA's window of shared memory."""
+_OFFSET = (1 << RANK_SHIFT) - 1
+
+
+class Cluster:
+    """CTAs launched together, in rank order."""
+
+    def __init__(self, launch: Run, index: int, position: tuple[int, int, int]) -> None:
+        self.launch = launch
+        self.index = index
+        self.position = position
+        """%clusterid."""
+        self.size = launch.cluster_size
+        self.ctas: list[Cta] = []
+        self.capacity = self.size * launch.warps + 64
+        self.actor_names: list[str] = []
+        self.actors: dict[Any, int] = {}
+        self.slots: list[int] = []
+        self.slot_times: list[int] = []
+        # The cluster barrier: phase, the lanes that have arrived in it, and the clocks they released.
+        self.phase = 0
+        self.arrived: dict[Warp, int] = {}
+        self.clock: Clock | None = None
+        self.done: Clock | None = None
+        self.waiting: list[tuple[Warp, Group]] = []
+
+    # ------------------------------------------------------------------------------------------------------------- actors
+
+    def actor(self, key: Any, name: str) -> int:
+        """The actor number of a named asynchronous engine, made on first use."""
+        found = self.actors.get(key)
+        if found is None:
+            found = self.actors[key] = self.new_actor(name)
+        return found
+
+    def new_actor(self, name: str) -> int:
+        number = len(self.actor_names)
+        if number > hz.ACTOR_MASK:
+            raise PtxError("more than 65,536 asynchronous operations of one cluster are outstanding")
+        self.actor_names.append(name)
+        if number >= self.capacity:
+            self.capacity *= 2
+            for cta in self.ctas:
+                for warp in cta.warps:
+                    grown = np.zeros(self.capacity, np.int64)
+                    grown[: len(warp.clock.limits)] = warp.clock.limits
+                    warp.clock.limits = grown
+        return number
+
+    def async_slot(self, warp: Warp, name: str) -> tuple[int, int]:
+        """(actor, clock) for one asynchronous operation: a slot is reused only by an issuer that knows its last operation complete."""
+        limits = warp.clock.limits
+        for place, actor in enumerate(self.slots):
+            if limits[actor] >> hz.CLOCK_SHIFT >= self.slot_times[place]:
+                self.slot_times[place] += 1
+                self.actor_names[actor] = name
+                return actor, self.slot_times[place]
+        actor = self.new_actor(name)
+        self.slots.append(actor)
+        self.slot_times.append(1)
+        return actor, 1
+
+    # ------------------------------------------------------------------------------------------------------ cluster barrier
+
+    def arrive(self, warp: Warp, bits: int, release: bool) -> int:
+        """Lanes arrive (9.7.13.3); returns those that had arrived in this phase already."""
+        twice = self.arrived.get(warp, 0) & bits
+        self.arrived[warp] = self.arrived.get(warp, 0) | bits
+        if self.launch.check and release:
+            clock = warp.snapshot()
+            if self.clock is None:
+                self.clock = clock
+            else:
+                self.clock.join(clock)
+        self.launch.progress_count += 1
+        self.settle()
+        return twice
+
+    def settle(self) -> None:
+        """Complete the phase when every lane that has not exited has arrived."""
+        if not self.arrived:
+            return
+        for cta in self.ctas:
+            for warp in cta.warps:
+                if not warp.done and warp.live_bits & ~self.arrived.get(warp, 0):
+                    return
+        self.phase += 1
+        self.arrived.clear()
+        # The accumulated clock stays: completing a later phase implies the earlier ones.
+        self.done = None if self.clock is None else self.clock.copy()
+        for warp, group in self.waiting:
+            warp.wake(group)
+        self.waiting.clear()
+        self.launch.progress_count += 1
+
+    @property
+    def threads(self) -> int:
+        """Threads that have not exited."""
+        return sum(w.live_bits.bit_count() for cta in self.ctas for w in cta.warps if not w.done)
+
+
+def owner_of(cta: Cta, address: int) -> tuple[Cta, int]:
+    """(CTA whose shared memory an address is in, offset there). ValueError for a rank that the cluster does not have."""
+    rank = (address >> RANK_SHIFT) - 1
+    if rank < 0:
+        return cta, address
+    if rank >= cta.cluster.size:
+        raise ValueError(f"the shared::cluster address {address:#x} names no CTA of a cluster of {cta.cluster.size}")
+    return cta.cluster.ctas[rank], address & _OFFSET
+
+
+def same_offset(cta: Cta, address: int, rank: int) -> int:
+    """The address in CTA `rank` of the cluster that corresponds to an address."""
+    if rank >= cta.cluster.size:
+        raise ValueError(f"rank {rank} is outside a cluster of {cta.cluster.size}")
+    return (rank + 1) << RANK_SHIFT | address & _OFFSET
+
+
+__all__ = ["MAX_CLUSTER", "RANK_SHIFT", "Cluster", "owner_of", "same_offset"]
