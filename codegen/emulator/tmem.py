@@ -108,7 +108,8 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         if columns > memory.smallest:
             cta.report(
                 "tmem_allocation",
-                f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}) after one of {memory.smallest}: sizes must not increase",
+                f"{code.opcode} of {columns} columns by {w.name} (PTX line {code.line}) after one of {memory.smallest}: "
+                "sizes must not increase",
                 code,
                 w,
             )
@@ -154,7 +155,8 @@ def _dealloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             what = "is not allocated" if block is None else f"was allocated with {block[0]} columns at PTX line {block[1].line}"
             cta.report(
                 "tmem_allocation",
-                f"{code.opcode} of {columns} columns at tensor memory address {address:#x} by {w.name} (PTX line {code.line}): the block {what}",
+                f"{code.opcode} of {columns} columns at tensor memory address {address:#x} by {w.name} (PTX line {code.line}): "
+                f"the block {what}",
                 code,
                 w,
                 0,
@@ -237,7 +239,8 @@ def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: I
     if base >= 32 and base // 32 != quarter:
         cta.report(
             "tmem_lane",
-            f"{verb} of tensor memory lane {base} by {w.name} (PTX line {code.line}): the warp reaches lanes {32 * quarter} to {32 * quarter + 31} only",
+            f"{verb} of tensor memory lane {base} by {w.name} (PTX line {code.line}): "
+            f"the warp reaches lanes {32 * quarter} to {32 * quarter + 31} only",
             code,
             w,
             0,
@@ -246,7 +249,8 @@ def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: I
     elif base % 32 + TMEM_SHAPES[shape][2] > 32:
         cta.report(
             "tmem_lane",
-            f"{verb} of tensor memory lanes {base % 32} to {base % 32 + TMEM_SHAPES[shape][2] - 1} of its quarter by {w.name} (PTX line {code.line})",
+            f"{verb} of tensor memory lanes {base % 32} to {base % 32 + TMEM_SHAPES[shape][2] - 1} of its quarter "
+            f"by {w.name} (PTX line {code.line})",
             code,
             w,
             0,
@@ -260,7 +264,8 @@ def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: I
         place = int((~valid).argmax())
         cta.report(
             "out_of_bounds",
-            f"{verb} of tensor memory column {int(columns.flat[place])} by {w.name} (PTX line {code.line}): there are {TMEM_COLUMNS} columns",
+            f"{verb} of tensor memory column {int(columns.flat[place])} by {w.name} (PTX line {code.line}): "
+            f"there are {TMEM_COLUMNS} columns",
             code,
             w,
             0,
