@@ -107,6 +107,10 @@ def _waves(items: int, ctas: int) -> tuple[int, int]:
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of the full kernel."""
+    if geo.arch == "sm_100a":
+        from . import attention_sm100
+
+        return attention_sm100.attention_entry_info(config, geo)
     geo = _sm90(geo)
     out_type = config.out_dtype
     swizzle = f"{SWIZZLE_BYTES}-byte swizzle, zero fill"
@@ -155,36 +159,29 @@ def attention_launch(
     lse: np.ndarray,
     *,
     scale: float | None = None,
-    ctas: int = H200_SMS,
+    ctas: int | None = None,
     partition_keys: int | Literal["auto"] | None = None,
 ) -> Launch:
     """The launch that fills `out` and `lse`.
 
     q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
     multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
-    scale: softmax scale, default 1 / sqrt(depth). ctas: most CTAs of the grid; each takes several items where there are more.
+    scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
+    on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
     but a sequence's bits depend on what else is in the batch); None: all keys in one partition.
     Raises ValueError where an array does not fit.
     """
-    geo = _sm90(geo)
-    dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
-    for name, array, rank, kind in (("q", q, 4, dtype), ("k", k, 4, dtype), ("v", v, 4, dtype), ("out", out, 4, out_dtype)):
-        if array.ndim != rank or array.dtype != kind or not array.flags.c_contiguous or 0 in array.shape:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a contiguous, non-empty {kind} array of rank {rank}")
-    batch, q_len, q_heads, depth = q.shape
-    keys, kv_heads = k.shape[1:3]
-    if depth != geo.depth or k.shape != (batch, keys, kv_heads, depth) or v.shape != k.shape or q_heads % kv_heads or out.shape != q.shape:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {geo.depth} or each other")
-    if lse.shape != (batch, q_heads, q_len) or lse.dtype != np.float32 or not lse.flags.c_contiguous:
-        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {(batch, q_heads, q_len)}")
-    group = q_heads // kv_heads
-    if config.group not in (None, group):
-        raise ValueError(f"the config fixes group {config.group}; q and k have {group}")
-    scale = 1.0 / math.sqrt(depth) if scale is None else scale
-    if not math.isfinite(scale):
-        raise ValueError(f"scale {scale} is not finite")
+    if geo.arch == "sm_100a":
+        from . import attention_sm100
 
+        ctas = attention_sm100.B200_SMS if ctas is None else ctas
+        return attention_sm100.attention_launch(config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys)
+    geo = _sm90(geo)
+    ctas = H200_SMS if ctas is None else ctas
+    group, scale = check_arrays(config, q, k, v, out, lse, scale)
+    batch, q_len = q.shape[:2]
+    keys, kv_heads = k.shape[1:3]
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
     key_tiles = -(-keys // geo.block_keys)
@@ -198,10 +195,10 @@ def attention_launch(
     _, grid = _waves(items, ctas)
     parts = items if split.partitions > 1 else 1
     args: tuple[Argument, ...] = (
-        _query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize),
+        query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
         _key_map(geo, k),
         _key_map(geo, v),
-        _query_map(out, kv_heads, tiles, geo.out_chunk_cols),
+        query_map(out, kv_heads, tiles, geo.out_chunk_cols, SWIZZLE_BYTES),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
@@ -214,14 +211,43 @@ def attention_launch(
     return Launch(symbol(config, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 
 
+def check_arrays(
+    config: Config, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, scale: float | None
+) -> tuple[int, float]:
+    """The group size and the softmax scale of arrays as attention_launch takes them. Raises ValueError where one does not fit."""
+    dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
+    for name, array, rank, kind in (("q", q, 4, dtype), ("k", k, 4, dtype), ("v", v, 4, dtype), ("out", out, 4, out_dtype)):
+        if array.ndim != rank or array.dtype != kind or not array.flags.c_contiguous or 0 in array.shape:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a contiguous, non-empty {kind} array of rank {rank}")
+    batch, q_len, q_heads, depth = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if (
+        depth != config.ov_depth
+        or k.shape != (batch, keys, kv_heads, depth)
+        or v.shape != k.shape
+        or q_heads % kv_heads
+        or out.shape != q.shape
+    ):
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {config.ov_depth} or each other")
+    if lse.shape != (batch, q_heads, q_len) or lse.dtype != np.float32 or not lse.flags.c_contiguous:
+        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {(batch, q_heads, q_len)}")
+    group = q_heads // kv_heads
+    if config.group not in (None, group):
+        raise ValueError(f"the config fixes group {config.group}; q and k have {group}")
+    scale = 1.0 / math.sqrt(depth) if scale is None else scale
+    if not math.isfinite(scale):
+        raise ValueError(f"scale {scale} is not finite")
+    return group, scale
+
+
 def _sm90(geo: Geometry) -> Sm90Geometry:
     if not isinstance(geo, Sm90Geometry):
-        raise ValueError(f"there is no full kernel for {geo.arch} yet")
+        raise ValueError(f"there is no full kernel for {geo.arch}")
     return geo
 
 
-def _query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int) -> TensorMap:
-    """Q or O [batch, q_len, q_heads, depth] as [batch][kv_heads][q_len][group][depth]."""
+def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swizzle: int) -> TensorMap:
+    """Q or O [batch, q_len, q_heads, depth] as [batch][kv_heads][q_len][group][depth], a box of a tile's rows and `columns` columns."""
     batch, q_len, q_heads, depth = array.shape
     group = q_heads // kv_heads
     per_batch, per_position, per_head, _ = array.strides
@@ -230,7 +256,7 @@ def _query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int) ->
         box=(1, 1, tiles.positions, tiles.heads, columns),
         shape=(batch, kv_heads, q_len, group, depth),
         strides=(per_batch, group * per_head, per_position, per_head),
-        swizzle=SWIZZLE_BYTES,
+        swizzle=swizzle,
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
-import ml_dtypes
 import numpy as np
 
+from .attention import check_arrays, query_map, tiling
 from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
@@ -18,21 +17,6 @@ if TYPE_CHECKING:
     from .backends import Argument
 
 B200_SMS = 148
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-
-
-def query_tiles(tile_rows: int, q_len: int, group: int) -> tuple[int, int, int]:
-    """How q_len positions of `group` query heads of one KV head fold into tiles: (heads of a tile, positions of a tile, tiles).
-
-    Row r of a tile is position r // heads, head r % heads. A group larger than a tile takes several tiles a position.
-    """
-    heads = min(group, tile_rows)
-    positions = tile_rows // heads
-    return heads, positions, -(-q_len // positions) * -(-group // tile_rows)
 
 
 def auto_partition_tiles(key_tiles: int, query_tiles: int, ctas: int, warpgroups: int) -> int:
@@ -103,34 +87,17 @@ def attention_launch(
 ) -> Launch:
     """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
-    q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
-    multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
-    scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, which "auto" fills.
+    q, k, v, out, lse, scale: as attention.attention_launch takes them. ctas: CTAs that run at once, which "auto" fills.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": so that `ctas` CTAs have work (a sequence's bits then depend
     on what else is in the batch); None: all keys in one partition.
     Raises ValueError where an array does not fit.
     """
     geo = _sm100(geo)
-    dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
-    for name, array, kind in (("q", q, dtype), ("k", k, dtype), ("v", v, dtype), ("out", out, out_dtype)):
-        if array.ndim != 4 or array.dtype != kind or not array.flags.c_contiguous or 0 in array.shape:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a contiguous, non-empty {kind} array of rank 4")
-    batch, q_len, q_heads, depth = q.shape
+    group, scale = check_arrays(config, q, k, v, out, lse, scale)
+    batch, q_len = q.shape[:2]
     keys, kv_heads = k.shape[1:3]
-    if depth != geo.depth or k.shape != (batch, keys, kv_heads, depth) or v.shape != k.shape or q_heads % kv_heads or out.shape != q.shape:
-        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {geo.depth} or each other")
-    if lse.shape != (batch, q_heads, q_len) or lse.dtype != np.float32 or not lse.flags.c_contiguous:
-        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {(batch, q_heads, q_len)}")
-    group = q_heads // kv_heads
-    if config.group not in (None, group):
-        raise ValueError(f"the config fixes group {config.group}; q and k have {group}")
-    scale = 1.0 / math.sqrt(depth) if scale is None else scale
-    if not math.isfinite(scale):
-        raise ValueError(f"scale {scale} is not finite")
-
-    heads, positions, tiles = query_tiles(geo.tile_rows, q_len, group)
-    query_box = (1, 1, positions, heads)
-    items = batch * kv_heads * tiles
+    tiles = tiling(geo.tile_rows, q_len, group)
+    items = batch * kv_heads * tiles.q_tiles
     key_tiles = -(-keys // geo.block_keys)
     if partition_keys is None:
         partition_tiles = key_tiles
@@ -143,10 +110,10 @@ def attention_launch(
     partitions = -(-key_tiles // partition_tiles)
     parts = items * partitions if partitions > 1 else 1
     args: tuple[Argument, ...] = (
-        _query_map(q, kv_heads, (*query_box, SUB_TILE_DEPTH), SWIZZLE_BYTES),
+        query_map(q, kv_heads, tiles, SUB_TILE_DEPTH, SWIZZLE_BYTES),
         _key_map(k, (1, 1, 1, geo.block_keys, SUB_TILE_DEPTH)),
         _key_map(v, (1, 1, geo.v_box_chunks, geo.v_box_keys, SUB_TILE_DEPTH)),
-        _query_map(out, kv_heads, (*query_box, geo.out_chunk_cols), geo.out_swizzle),
+        query_map(out, kv_heads, tiles, geo.out_chunk_cols, geo.out_swizzle),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
@@ -163,15 +130,6 @@ def _sm100(geo: Geometry) -> Sm100Geometry:
     if not isinstance(geo, Sm100Geometry):
         raise ValueError(f"this is the sm_100a kernel; the geometry is for {geo.arch}")
     return geo
-
-
-def _query_map(array: np.ndarray, kv_heads: int, box: tuple[int, ...], swizzle: int) -> TensorMap:
-    """Q or O [batch, q_len, q_heads, depth] as [batch][kv_heads][q_len][group][depth]."""
-    batch, q_len, q_heads, depth = array.shape
-    group = q_heads // kv_heads
-    per_batch, per_position, per_head, _ = array.strides
-    strides = (per_batch, group * per_head, per_position, per_head)
-    return TensorMap(array, box=box, shape=(batch, kv_heads, q_len, group, depth), strides=strides, swizzle=swizzle)
 
 
 def _key_map(array: np.ndarray, box: tuple[int, ...]) -> TensorMap:

@@ -103,13 +103,6 @@ def test_a_v_tile_fills_its_slots(name: str) -> None:
     assert geo.v_box_keys <= 256
 
 
-@pytest.mark.parametrize(
-    ("group", "q_len", "expected"), [(8, 4, (8, 4, 1)), (8, 5, (8, 4, 2)), (6, 11, (6, 5, 3)), (1, 33, (1, 32, 2)), (40, 3, (32, 1, 6))]
-)
-def test_query_tiles(group: int, q_len: int, expected: tuple[int, int, int]) -> None:
-    assert attention_sm100.query_tiles(32, q_len, group) == expected
-
-
 def test_launch_refuses_what_does_not_fit() -> None:
     config = load_shipped("d256")
     geo = geometry(config)
