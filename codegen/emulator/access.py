@@ -68,7 +68,8 @@ def shared_faults(
             )
             cta.report(
                 kind,
-                f"{verb} of {size} bytes at {shared_place(w, at, owner)} by {w.name} lane {int(lanes[place])} (PTX line {code.line}): {limit}",
+                f"{verb} of {size} bytes at {shared_place(w, at, owner)} by {w.name} lane {int(lanes[place])} "
+                f"(PTX line {code.line}): {limit}",
                 code,
                 w,
                 int(lanes[place]),
@@ -206,7 +207,8 @@ def check_alive(w: Warp, code: Code, owner: Cta, lane: int) -> None:
     if owner.live == 0:
         w.cta.report(
             "out_of_bounds",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) accesses the shared memory of CTA {owner.index}, which has exited",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) accesses the shared memory of CTA {owner.index}, "
+            "which has exited",
             code,
             w,
             lane,

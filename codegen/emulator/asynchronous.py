@@ -73,7 +73,8 @@ def mbarrier_at(w: Warp, code: Code, address: int, lane: int, strong: bool = Tru
     if found is None:
         owner.report(
             "uninitialized",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {shared_place(w, address, owner)}, where no mbarrier is initialised",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {shared_place(w, address, owner)}, "
+            "where no mbarrier is initialised",
             code,
             w,
             lane,

@@ -33,7 +33,8 @@ def _arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             lane = int(again.argmax())
             w.cta.report(
                 "barrier",
-                f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}), which has arrived at the cluster barrier without waiting for it",
+                f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}), "
+                "which has arrived at the cluster barrier without waiting for it",
                 code,
                 w,
                 lane,

@@ -367,7 +367,8 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             place = int(never.reshape(len(who), -1).any(axis=1).argmax())
             w.cta.report(
                 "uninitialized",
-                f"atomic on {shared_place(w, int(at[place]), owner)} by {w.name} lane {int(who[place])} (PTX line {code.line}), which nothing has written",
+                f"atomic on {shared_place(w, int(at[place]), owner)} by {w.name} lane {int(who[place])} (PTX line {code.line}), "
+                "which nothing has written",
                 code,
                 w,
                 int(who[place]),

@@ -92,8 +92,8 @@ class SharedOperand:
         if self.low < SHARED_START or self.high > cta.shared_end:
             cta.report(
                 "out_of_bounds",
-                f"{who} (PTX line {code.line}) reads an operand at shared{self.low - SHARED_START:+#x} to shared{self.high - SHARED_START:+#x}: "
-                f"the launch has {cta.shared_end - SHARED_START} bytes of shared memory",
+                f"{who} (PTX line {code.line}) reads an operand at shared{self.low - SHARED_START:+#x} to "
+                f"shared{self.high - SHARED_START:+#x}: the launch has {cta.shared_end - SHARED_START} bytes of shared memory",
                 code,
                 w,
                 epoch_lane(epoch),
@@ -146,7 +146,16 @@ class Block:
 
 
 def check_block(
-    w: Warp, code: Code, block: Block, epoch: np.int64, who: str, *, write: bool, reads: bool = False, reader: int = -1, mask: Array | None = None
+    w: Warp,
+    code: Code,
+    block: Block,
+    epoch: np.int64,
+    who: str,
+    *,
+    write: bool,
+    reads: bool = False,
+    reader: int = -1,
+    mask: Array | None = None,
 ) -> bool:
     """Bounds, allocation, initialisation and race checks of a block, then record the access; whether the block exists.
 
@@ -202,7 +211,13 @@ def check_block(
         cell = block.cell(place)
         other = cta.access_of(int(before.flat[place]))
         cta.report(
-            "race", access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who), code, w, lane, (cell >> 9) << 16 | cell & 511, other
+            "race",
+            access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who),
+            code,
+            w,
+            lane,
+            (cell >> 9) << 16 | cell & 511,
+            other,
         )
     if not write or reads:
         never = last == 0
@@ -470,7 +485,8 @@ class _Mma:
         if not any(words):
             return None
         bits = np.array(words, np.uint32)[:, None] >> np.arange(32, dtype=np.uint32) & 1
-        return (bits == 0)[:, block.low : block.high, None]
+        written: Array = (bits == 0)[:, block.low : block.high, None]
+        return written
 
 
 def _address(r: list[Any], slot: tuple[int, Array | None], lane: int) -> int:
@@ -620,7 +636,10 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
 
             def complete(
-                barriers: list[MBarrier] = barriers, waits_for: list[Operation] = waits_for, clock: hz.Clock | None = clock, lane: int = lane
+                barriers: list[MBarrier] = barriers,
+                waits_for: list[Operation] = waits_for,
+                clock: hz.Clock | None = clock,
+                lane: int = lane,
             ) -> None:
                 # What is not ordered among itself may happen in any order.
                 launch.random.shuffle(waits_for)
