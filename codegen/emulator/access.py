@@ -304,7 +304,8 @@ def check_global(
                 at = int(start[place])
                 w.cta.report(
                     "uninitialized",
-                    f"read of global {mapping.name}+{at - mapping.base:#x} by {who or w.name} lane {lane} (PTX line {code.line}), which nothing has written",
+                    f"read of global {mapping.name}+{at - mapping.base:#x} by {who or w.name} lane {lane} "
+                    f"(PTX line {code.line}), which nothing has written",
                     code,
                     w,
                     lane,
@@ -418,8 +419,7 @@ def load(
         if local is None:
             raise PtxError("local memory is used but not declared", code.line)
         stride = local.shape[1]
-        result = _flat_load(w, code, local.reshape(-1), stride, address, lanes, size, count, "local", lanes * stride)
-        return result
+        return _flat_load(w, code, local.reshape(-1), stride, address, lanes, size, count, "local", lanes * stride)
     raise PtxError(f"loads from {space} memory are not supported", code.line)
 
 

@@ -91,6 +91,11 @@ def find_builder(words: list[str]) -> tuple[Builder, list[str]] | None:
     return None
 
 
+def signed64(value: int) -> int:
+    """An address wrapped to a signed 64-bit integer."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def constant_bits(operand: Immediate, kind: str) -> Array:
     """A literal as a 32-lane vector of `kind`; packed kinds hold the literal's 32- or 64-bit pattern."""
     value = operand.value
@@ -280,13 +285,13 @@ class Assembler:
         base = operand.base
         if isinstance(base, Symbol):
             space, address = self.symbol_address(base.name)
-            return self.constant(np.full(32, address + base.offset + operand.offset, np.int64)), None, space
+            return self.constant(np.full(32, signed64(address + base.offset + operand.offset), np.int64)), None, space
         if isinstance(base, Immediate):
-            return self.constant(np.full(32, base.value + operand.offset, np.int64)), None, default_space
+            return self.constant(np.full(32, signed64(base.value + operand.offset), np.int64)), None, default_space
         if base.type == "pred" or base.bytes < 4:
             raise self.error(f"{self.instruction.opcode}: register {base.name} cannot hold an address")
         slot = self.register(base, "u32" if base.bytes == 4 else "s64")
-        offset = np.full(32, operand.offset, np.int64) if operand.offset or base.bytes == 4 else None
+        offset = np.full(32, signed64(operand.offset), np.int64) if operand.offset or base.bytes == 4 else None
         if offset is not None:
             offset.setflags(write=False)
         return slot, offset, default_space
@@ -427,8 +432,10 @@ def special_register(warp: Warp, name: str) -> Array:
     if base in lane_masks:
         return np.asarray(lane_masks[base])
     scalars = {
-        "%warpid": warp.index, "%nwarpid": run.warps, "%smid": warp.cta.index % 132, "%nsmid": 132, "%gridid": 0, "%is_explicit_cluster": int(cluster.size > 1),
-        "%cluster_ctarank": warp.cta.rank, "%cluster_nctarank": cluster.size, "%dynamic_smem_size": run.dynamic_bytes, "%total_smem_size": run.shared_bytes,
+        "%warpid": warp.index, "%nwarpid": run.warps, "%smid": warp.cta.index % 132, "%nsmid": 132, "%gridid": 0,
+        "%is_explicit_cluster": int(cluster.size > 1),
+        "%cluster_ctarank": warp.cta.rank, "%cluster_nctarank": cluster.size, "%dynamic_smem_size": run.dynamic_bytes,
+        "%total_smem_size": run.shared_bytes,
         "%aggr_smem_size": run.shared_bytes,
     }  # fmt: skip
     if base == "%laneid":

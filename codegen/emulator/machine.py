@@ -341,6 +341,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.sync_clocks: dict[int, Clock] = {}
         self.tmem: Any = None
+        self.registers: Any = None
         self.warps = [Warp(self, i, min(WARP, launch.threads - WARP * i)) for i in range(launch.warps)]
         cluster.actor_names += [w.name for w in self.warps]
         self.live = len(self.warps)
@@ -420,7 +421,8 @@ class Cta:
                 if index == warp.index and lanes == WARP:
                     self.report(
                         "barrier",
-                        f"barrier {number}: {warp.name} arrives at PTX line {code.line} a second time in one generation (first at PTX line {line}): "
+                        f"barrier {number}: {warp.name} arrives at PTX line {code.line} a second time in one generation "
+                        f"(first at PTX line {line}): "
                         "the barrier completes without a warp it should wait for",
                         code,
                         warp,
@@ -680,7 +682,8 @@ class Run:
                 elsewhere = ", ".join(f"PTX line {self.code.lines[g.pc]}" for g in warp.groups if g is not group)
                 warp.cta.report(
                     "barrier",
-                    f"{code.opcode} at PTX line {code.line} is executed by part of {warp.name} only (lanes {missing:#010x} are at {elsewhere})",
+                    f"{code.opcode} at PTX line {code.line} is executed by part of {warp.name} only "
+                    f"(lanes {missing:#010x} are at {elsewhere})",
                     code,
                     warp,
                     lane=(group.bits & -group.bits).bit_length() - 1,

@@ -26,6 +26,7 @@ INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_
 MAX_SHARED_BYTES = 232_448
 MAX_THREADS = 1024
 MAX_LOCAL_BYTES = 1 << 19
+MAX_MODULE_BYTES = 1 << 29
 DEFAULT_BUDGET = 200_000_000
 
 
@@ -86,6 +87,8 @@ class Program:
             array = np.frombuffer(raw, np.uint8)
             mappings.append(Mapping(at, array, variable.name, writable=variable.space == "global"))
             at += variable.size + 256
+            if at - MODULE_BASE > MAX_MODULE_BYTES:
+                raise PtxError(f"module variables take more than {MAX_MODULE_BYTES} bytes", variable.line)
         for variable, mapping in zip(variables, mappings, strict=True):
             for position, name, offset in variable.references:
                 known = addresses.get(name)
@@ -160,7 +163,8 @@ class Program:
 
         grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
         the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
-        axis (the entry's .reqnctapercluster, or one CTA, when left out). Arrays are written in place. LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
+        axis (the entry's .reqnctapercluster, or one CTA, when left out). Arrays are written in place. LaunchError for a
+        launch that cannot be made, PtxError for an instruction that cannot be executed.
         """
         kernel = self.entries.get(entry)
         if kernel is None:

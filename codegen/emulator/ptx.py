@@ -270,6 +270,8 @@ class _Parser:
     @staticmethod
     def _number(token: str, line: int) -> Immediate:
         low = token.lower()
+        if not low[0].isdigit():
+            raise PtxError(f"expected a number, found {token!r}", line)
         if low.startswith("0f"):
             return Immediate(int(low[2:], 16), "f32")
         if low.startswith("0d"):
@@ -384,7 +386,7 @@ class _Parser:
                     raise PtxError(f"the initialiser of {name} is longer than the variable", line)
                 data = bytes(payload.ljust(count * element, b"\0"))
             size = count * element if known else 0
-            if size > 1 << 31:
+            if size > 1 << 28:
                 raise PtxError(f"variable {name} of {size} bytes is too large", line)
             result.append(Variable(name, space, kind, align or element, size, line, extern or not known, data, tuple(references)))
             if not self.accept(","):

@@ -209,7 +209,8 @@ def _report_leaks(cta: Cta, warp: Warp) -> None:
     for first, (columns, code) in cta.tmem.blocks.items():
         cta.report(
             "tmem_allocation",
-            f"{columns} columns of tensor memory from column {first}, allocated at PTX line {code.line}, are not deallocated when the CTA exits",
+            f"{columns} columns of tensor memory from column {first}, allocated at PTX line {code.line}, "
+            "are not deallocated when the CTA exits",
             code,
             warp,
             0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import re
+
 import numpy as np
 import pytest
 
@@ -132,6 +135,39 @@ def test_any_truncation_is_refused_or_parsed(assemble):
             refused.append(str(error))
     assert len(refused) > len(text) // 2
     assert not any("\n" in message for message in refused)
+
+
+def test_mutated_programs_are_refused_or_run(assemble):
+    """Random edits of a program: whatever comes out, parsing and running it raises nothing but the two errors, each one line."""
+    text = assemble(
+        """
+        mul.wide.u32 %rd1, %tid, 4; add.s64 %rd2, %rd60, %rd1; ld.global.v2.f32 {%f1, %f2}, [%rd60+8]; fma.rn.f32 %f3, %f1, 0f3F000000, %f2;
+        setp.gt.and.f32 %p1|%p2, %f3, 0f00000000, %p3; @%p1 bra A; shfl.sync.bfly.b32 %r1|%p4, %r2, 1, 31, -1; A: bar.sync 1, 64;
+        { .reg .b32 x<4>; mov.b64 {x0, x1}, %rd1; lop3.b32 x2, x0, x1, %r1, 0x96; ld.shared.v2.b32 {x2, _}, [s+8]; }
+        mbarrier.init.shared.b64 [s], 1; mbarrier.arrive.expect_tx.shared::cta.b64 _, [s], 0; cvt.rn.bf16x2.f32 %r3, %f1, %f2;
+        atom.global.add.u32 %r4, [%rd2], 1; st.global.f32 [%rd2], %f3; selp.b32 %r5, 1, 0, %p2; vote.sync.ballot.b32 %r6, %p1, 0xffffffff;
+        """,
+        "a",
+        shared=".shared .align 16 .b8 s[64];",
+    ).text
+    pieces = re.findall(r"[\w$%.:]+|\s+|.", text)
+    spare = [*pieces, "-1", "0xfffffffffffffffffffff", "1e999", "{", "]", "0", ".v4", "%p1", "%laneid", "99999999999", ".reg", "0f7FC00000"]
+    rng = random.Random(5)
+    ran = 0
+    for seed in range(400):
+        mutant = list(pieces)
+        for _ in range(rng.randrange(1, 4)):
+            mutant[rng.randrange(len(mutant))] = rng.choice(spare)
+        try:
+            program = Program.from_ptx("".join(mutant))
+            for entry in program.entries.values():
+                args = [np.zeros(64, np.float32) if p.size == 8 else bytes(p.size) for p in entry.params]
+                program.launch(entry.name, 2, 64, 128, args, seed=seed, budget=4000)
+                ran += 1
+        except (PtxError, LaunchError) as error:
+            if "\n" in str(error) or len(str(error)) > 500:
+                raise
+    assert ran > 40
 
 
 @pytest.mark.parametrize(
