@@ -104,13 +104,9 @@ def nothing(w: Warp, r: list[Any]) -> None:
     """An instruction without effect here."""
 
 
-@instruction("griddepcontrol", "setmaxnreg", "brkpt", "pmevent", "discard", "applypriority", "prefetch", "prefetchu", "createpolicy.none")
+@instruction("brkpt", "pmevent", "discard", "applypriority", "prefetch", "prefetchu", "createpolicy.none")
 def _nothing(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.13.13 griddepcontrol (the grid runs alone), 9.7.19.5 setmaxnreg (registers here do not run out), hints."""
-    if ins.opcode.startswith("setmaxnreg"):
-        count = asm.integer(asm.operands(1)[0], "the register count")
-        if count % 8 or not 24 <= count <= 256:
-            raise asm.error(f"setmaxnreg {count}: the count is a multiple of 8 in 24..256")
+    """Hints and what only a debugger or profiler sees."""
     return nothing, nothing
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import alu, asynchronous, cluster_control, control, memops, tcgen05_mma, tensor, tensor_core, tmem
+from . import alu, asynchronous, cluster_control, control, memops, registers, tcgen05_mma, tensor, tensor_core, tmem
 from .asynchronous import TENSOR_MAP_MAGIC
 from .cluster import MAX_CLUSTER
 from .decode import Assembler, DecodedEntry
@@ -20,7 +20,7 @@ from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
 
 Array = NDArray[Any]
 
-INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma, cluster_control)
+INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma, cluster_control, registers)
 """The modules whose import fills the instruction table."""
 
 MAX_SHARED_BYTES = 232_448
