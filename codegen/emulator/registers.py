@@ -6,32 +6,29 @@ from typing import Any
 
 from .alu import Steps
 from .control import aligned, nothing
-from .decode import Assembler, Code, instruction
+from .decode import Assembler, instruction
 from .machine import RETRY, WARP, Cta, Group, Warp
 from .ptx import Instruction
 
-WARPGROUP = 4
 REGISTER_FILE = 65_536
 """32-bit registers of a multiprocessor."""
 
 
 class RegisterCounts:
-    """The setmaxnreg instructions of a CTA's warpgroups, in order, and where each warp is in them."""
+    """Registers a thread that the warps of a CTA have asked for, and the warps that wait for some."""
 
     def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
         self.waiting: list[tuple[Warp, Group]] = []
-        self.sequence: dict[int, list[tuple[int, Code]]] = {}
-        self.position: dict[int, int] = {}
-
-    def current(self, warpgroup: int) -> int:
-        """Registers a thread that the warpgroup has set last, 0 when it never has."""
-        known = self.sequence.get(warpgroup)
-        return known[-1][0] if known else 0
 
 
 @instruction("setmaxnreg")
 def _setmaxnreg(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.19.5. Every warp of a warpgroup executes the same ones; .inc waits until what all warpgroups ask for fits the register file."""
+    """9.7.19.5. An increase waits until what the warps have asked for fits the register file.
+
+    The ISA wants every warp of a warpgroup to execute the same one. Kernels that ship give the roles within a warpgroup different counts,
+    so that is not reported. What a warp holds before its first setmaxnreg is ptxas's choice and counts as nothing.
+    """
     if words not in (["inc", "sync", "aligned", "u32"], ["dec", "sync", "aligned", "u32"]):
         raise asm.error(f"{ins.opcode} is not supported")
     count = asm.integer(asm.operands(1)[0], "the register count")
@@ -41,44 +38,23 @@ def _setmaxnreg(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     code = asm.code
 
     def step(w: Warp, r: list[Any]) -> int | None:
-        cta = w.cta
-        counts = _counts(cta)
-        warpgroup = w.index // WARPGROUP
-        place = counts.position.get(w.index, 0)
-        sequence = counts.sequence.setdefault(warpgroup, [])
-        if place < len(sequence):
-            counts.position[w.index] = place + 1
-            expected, other = sequence[place]
-            if expected != count or other.opcode != code.opcode:
-                cta.report(
-                    "barrier",
-                    f"{code.opcode} {count} by {w.name} (PTX line {code.line}), where another warp of its warpgroup has executed "
-                    f"{other.opcode} {expected} (PTX line {other.line})",
-                    code,
-                    w,
-                )
-            return None
-        held = sum(counts.current(g) for g in counts.sequence if g != warpgroup)
-        if increases and (held + count) * WARPGROUP * WARP > REGISTER_FILE:
-            w.group.blocked = (
-                "registers",
-                f"registers ({held * WARPGROUP * WARP} of {REGISTER_FILE} are held, {code.opcode} {count})",
-                code,
-            )
-            counts.waiting.append((w, w.group))
+        state = _registers(w.cta)
+        held = WARP * sum(n for index, n in state.counts.items() if index != w.index)
+        if increases and held + WARP * count > REGISTER_FILE:
+            w.group.blocked = ("registers", f"{WARP * count} registers ({held} of {REGISTER_FILE} are held by others)", code)
+            state.waiting.append((w, w.group))
             return RETRY
-        counts.position[w.index] = place + 1
-        sequence.append((count, code))
+        state.counts[w.index] = count
         if not increases:
-            for other_warp, group in counts.waiting:
-                other_warp.wake(group)
-            counts.waiting.clear()
+            for other, group in state.waiting:
+                other.wake(group)
+            state.waiting.clear()
         return None
 
     return aligned(asm, (step, step))
 
 
-def _counts(cta: Cta) -> RegisterCounts:
+def _registers(cta: Cta) -> RegisterCounts:
     if cta.registers is None:
         cta.registers = RegisterCounts()
     result: RegisterCounts = cta.registers
