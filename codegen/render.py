@@ -18,7 +18,7 @@ from .text import one_line
 
 HEADER_TEMPLATE = "functions/header.cuh.j2"
 UNIT_TEMPLATE = "unit/unit.cu.j2"
-ATTENTION_TEMPLATES = {"sm_90a": "kernels/attention_sm90a.cu.j2"}
+ATTENTION_TEMPLATES = {"sm_90a": "kernels/attention_sm90a.cu.j2", "sm_100a": "kernels/attention_sm100a.cu.j2"}
 
 
 class RenderError(ValueError):
@@ -55,8 +55,8 @@ def template_source(name: str) -> str:
 
 
 def has_attention(config: Config, arch: str) -> bool:
-    """Whether the full kernel of `config` is generated for `arch`: so far on sm_90a, in shared-key with m_pack 4."""
-    return arch in ATTENTION_TEMPLATES and config.shared_key and config.m_pack == 4
+    """Whether the full kernel of `config` is generated for `arch`: always on sm_100a; on sm_90a so far in shared-key with m_pack 4."""
+    return arch == "sm_100a" or (config.shared_key and config.m_pack == 4)
 
 
 def targets(config: Config, arch: str) -> dict[str, tuple[str, bool, str | None]]:

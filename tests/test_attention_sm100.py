@@ -1,4 +1,4 @@
-"""The sm_100a attention kernel: resources against the reference kernels, memory maps, launch arguments."""
+"""The sm_100a attention kernel: resources against the reference kernels, memory maps, launches, results and hazards on the emulator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fa4gen.codegen import attention_sm100, compiler, render
-from fa4gen.codegen.config import Config, load_shipped, parse_config
+from fa4gen.codegen import attention_sm100, compiler, reference, render
+from fa4gen.codegen.attention import attention_entry_info, attention_launch
+from fa4gen.codegen.backends import BackendError, Compiled, Launch
+from fa4gen.codegen.backends.emulator import EmulatorBackend
+from fa4gen.codegen.config import Config, disabled_rules, load_shipped, parse_config
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 
@@ -37,7 +41,7 @@ def geometry(config: Config) -> Sm100Geometry:
 
 @cache
 def source(config: Config) -> str:
-    return render._render_file(config, "sm_100a", "kernels/attention_sm100a.cu.j2", False, None).text
+    return render.render(config, "sm_100a")["attention.cu"]
 
 
 def module(config: Config) -> compiler.Module:
@@ -125,7 +129,232 @@ def test_launch_refuses_what_does_not_fit() -> None:
 
 def test_entry_arguments_are_those_of_the_kernel() -> None:
     config = load_shipped("d128")
-    info = attention_sm100.attention_entry_info(config, geometry(config))
+    info = attention_entry_info(config, geometry(config))
     names = [argument["name"] for argument in info["arguments"]]
     signature = source(config).split(f"{info['name']}(")[-1].split(") {")[0]
     assert [parameter.split()[-1] for parameter in signature.split(",")] == names
+    assert (info["block"], info["smem_bytes"]) == ([512, 1, 1], geometry(config).smem_bytes)
+
+
+# key tiles, query tiles, CTAs that run at once -> key tiles of a partition
+@pytest.mark.parametrize(
+    ("key_tiles", "query_tiles", "ctas", "expected"), [(64, 1, 148, 2), (64, 8, 148, 4), (1, 1, 148, 1), (64, 200, 148, 64)]
+)
+def test_auto_partitions_fill_the_chip(key_tiles: int, query_tiles: int, ctas: int, expected: int) -> None:
+    assert attention_sm100.auto_partition_tiles(key_tiles, query_tiles, ctas, 2) == expected
+
+
+# --- on the emulator --------------------------------------------------------------------------------------------------
+
+# ||out - ref|| / ||ref||: a rounding of P and one of O, each uniform within half a unit in the last place.
+OUT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 0.0}
+DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+
+class Problem:
+    """Inputs drawn from the seed, and outputs that hold NaN until a kernel writes them. growth: factor of the scores' spread."""
+
+    def __init__(
+        self, config: Config, *, keys: int, q_len: int = 4, group: int = 8, kv_heads: int = 1, batch: int = 1, growth: float = 1.0
+    ) -> None:
+        rng = np.random.Generator(np.random.PCG64(keys))
+        dtype = DTYPES[config.dtype]
+        shape = (batch, q_len, kv_heads * group, config.ov_depth)
+        self.config = config
+        self.q = (rng.standard_normal(shape, np.float32) * growth).astype(dtype)
+        self.k, self.v = (rng.standard_normal((batch, keys, kv_heads, config.ov_depth), np.float32).astype(dtype) for _ in range(2))
+        self.out = np.full(shape, np.nan, np.float32).astype(DTYPES[config.out_dtype])
+        self.lse = np.full((batch, kv_heads * group, q_len), np.nan, np.float32)
+
+    def launch(self, **options: Any) -> Launch:
+        return attention_launch(self.config, geometry(self.config), self.q, self.k, self.v, self.out, self.lse, **options)
+
+    def right(self, scale: float) -> bool:
+        out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=self.config.mask == "causal")
+        ours = self.out.astype(np.float64)
+        seen = np.isfinite(lse)
+        return bool(
+            np.linalg.norm(ours - out) <= max(OUT_BOUND[self.config.dtype], OUT_BOUND[self.config.out_dtype]) * np.linalg.norm(out)
+            and (ours[~seen.transpose(0, 2, 1)] == 0).all()
+            and (self.lse[~seen] == -np.inf).all()
+            and (np.abs(self.lse[seen] - lse[seen]) <= 1e-4 + 2.0**-20 * np.abs(lse[seen])).all()
+        )
+
+
+def run(
+    config: Config, text: str | None = None, *, seed: int = 0, scale: float | None = None, partition_keys: Any = None, **shape: Any
+) -> str:
+    """What is wrong with a run: kinds of hazards, "value", "refused", or nothing."""
+    problem = Problem(config, **shape)
+    compiled = module(config) if text is None else compiler.compile_source(text, "sm_100a", "attention.cu")
+    try:
+        launch = problem.launch(scale=scale, partition_keys=partition_keys)
+        hazards = EmulatorBackend(seed=seed).run(Compiled("sm_100a", compiled.ptx), launch).hazards
+    except BackendError:
+        return "refused"
+    kinds = " ".join(sorted({hazard.kind for hazard in hazards or ()}))
+    return kinds or ("" if problem.right(config.ov_depth**-0.5 if scale is None else scale) else "value")
+
+
+# Edges of the key tile (256), of the P stages (32, 64 keys of a part), of the key chunk (64), and of the last MMA (16).
+EDGES = (1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 255, 256, 257, 320, 321, 512, 513, 769, 2100)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_edge_of_the_keys(name: str) -> None:
+    config = variant(name)
+    assert {keys: found for keys in EDGES if (found := run(config, keys=keys, q_len=1, group=3))} == {}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_edge_of_the_keys_causal(name: str) -> None:
+    config = variant(name, mask="causal")
+    # 20 positions: some rows end in every key chunk that the tile's first row does not reach.
+    assert {keys: found for keys in EDGES[::3] if (found := run(config, keys=keys, q_len=20, group=1))} == {}
+
+
+@pytest.mark.parametrize("use_fma", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_seeds(name: str, use_fma: bool) -> None:
+    config = variant(name, use_fma=use_fma)
+    assert [run(config, seed=seed, keys=600 + 200 * seed, q_len=2, growth=5.0) for seed in range(5)] == [""] * 5
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "q_len", "batch", "mask"),
+    [(1, 2, 40, 1, "causal"), (6, 1, 11, 2, "none"), (40, 2, 3, 1, "causal"), (80, 1, 2, 1, "none"), (8, 2, 5, 2, "causal")],
+)
+@pytest.mark.parametrize("name", ["d128_m2", "d256"])
+def test_groups(name: str, group: int, kv_heads: int, q_len: int, batch: int, mask: str) -> None:
+    assert run(variant(name, mask=mask), keys=300, group=group, kv_heads=kv_heads, q_len=q_len, batch=batch) == ""
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_partitions(name: str, mask: str) -> None:
+    config = variant(name, mask=mask)
+    # Three partitions, the last one short.
+    assert [run(config, seed=seed, keys=1100, q_len=20, group=2, partition_keys=512) for seed in range(2)] == [""] * 2
+    # One key tile each: no partition has work for warpgroup 1.
+    assert run(config, keys=700, q_len=2, group=4, partition_keys=256) == ""
+
+
+def test_partitions_are_independent_of_batch_mates() -> None:
+    config = variant("d128")
+    alone, together = Problem(config, keys=900), Problem(config, keys=900, batch=2)
+    together.q[1], together.k[1], together.v[1] = alone.q[0], alone.k[0], alone.v[0]
+    for problem in (alone, together):
+        EmulatorBackend().run(Compiled("sm_100a", module(config).ptx), problem.launch(partition_keys=512))
+    assert np.array_equal(together.out[1].view(np.uint16), alone.out[0].view(np.uint16))
+    assert np.array_equal(together.lse[1], alone.lse[0])
+
+
+@pytest.mark.parametrize("name", ["d128", "d256"])
+@pytest.mark.parametrize("use_fma", [True, False])
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 3.0])
+def test_any_scale(name: str, use_fma: bool, scale: float) -> None:
+    assert run(variant(name, use_fma=use_fma), keys=600, scale=scale) == ""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_without_a_key(name: str) -> None:
+    # 3 keys, 9 positions of 8 heads: the first tiles see nothing, one sees a part.
+    assert run(variant(name, mask="causal"), keys=3, q_len=9, group=8) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("d64", {"dtype": "float16", "out_dtype": "float16"}),
+        ("d128", {"out_dtype": "float32"}),
+        ("d128", {"block_keys": 128, "mask": "causal"}),
+        ("d128", {"warpgroups": 1, "mask": "causal"}),
+        ("d128_m2", {"dtype": "float16"}),
+        ("d256", {"ov_depth": 64}),
+        ("d256", {"ov_depth": 128, "out_dtype": "float32"}),
+        ("d256", {"block_keys": 128, "tile_rows": 8}),
+        ("d256_m2", {"warpgroups": 1, "out_dtype": "float32"}),
+        ("d512", {"warpgroups": 1, "mask": "causal"}),
+        ("d512", {"out_dtype": "float32", "group": 8}),
+    ],
+)
+def test_other_configs(name: str, fields: dict[str, Any]) -> None:
+    config = variant(name, **fields)
+    assert [run(config, seed=seed, keys=keys, growth=3.0) for seed, keys in enumerate((100, 900, 1000))] == [""] * 3
+
+
+def test_rescaling_is_lazy() -> None:
+    config = variant("d256")
+    never = source(config).replace("__any_sync(0xffffffff, factor != 1.0f)", "false")
+    assert never != source(config)
+    # Scores of spread 1 never outgrow the first maximum by 2^8; scores of spread 8 do.
+    assert run(config, never, keys=1100) == ""
+    assert run(config, never, keys=1100, growth=8.0) == "value"
+    assert run(config, keys=1100, growth=8.0) == ""
+
+
+# What is removed -> (config, the text, what stands in its place). Each must show as a hazard or a wrong value.
+MUTANTS = {
+    "P.V does not wait for P": ("d256", "correction warps.\n            wait(p_ready, (round - 1) & 1);", "correction warps."),
+    "P.V does not wait for the second stage of P": ("d128", "wait(p_ready + MBARRIER_BYTES, (round - 1) & 1);", ""),
+    "S overwrites P before P.V has read it": ("d128_m2", "wait(o_full, (round - 1) & 1);", ""),
+    "MMAs do not wait for K": (
+        "d512",
+        "++stage) {\n                wait(smem + RING_FULL_OFFSET + ring.slot * MBARRIER_BYTES, ring.parity);",
+        "++stage) {",
+    ),
+    "the load does not wait for an empty slot": (
+        "d512",
+        "wait(smem + RING_EMPTY_OFFSET + ring.slot * MBARRIER_BYTES, ring.parity ^ 1);",
+        "",
+    ),
+    "slots are not released": ("d64", "if (stage == 1) ptx_tcgen05_commit(smem + RING_EMPTY_OFFSET + ring.slot * MBARRIER_BYTES);", ""),
+    "softmax does not wait for S": ("d128", "wait(s_full, round & 1);", ""),
+    "softmax hands S back before it has read it": ("d256", "ptx_tcgen05_wait_ld();\n        const int first_key", "const int first_key"),
+    "P is handed over before its stores are done": ("d128", "columns);\n            ptx_tcgen05_wait_st();", "columns);"),
+    "the correction does not wait for the factors": ("d256", "wait(full, (round - 1) & 1);", ""),
+    "the correction stores over what it still reads": ("d128", "accesses.\n                    ptx_tcgen05_wait_ld();", "accesses."),
+    "O is added to before its rescaling is stored": (
+        "d128",
+        "ptx_tcgen05_wait_st();\n                ptx_tcgen05_fence_before();",
+        "ptx_tcgen05_fence_before();",
+    ),
+    "the epilogue does not wait for the last MMA": ("d256", "wait(smem + S_FULL_OFFSET + at.warpgroup * MBARRIER_BYTES, rounds & 1);", ""),
+    "the output is copied before it is staged": ("d256", "before it is freed.\n    ptx_bar_sync(0, 128);", "before it is freed."),
+    "both depth tiles share a window": ("d512", "WINDOWS_OFFSET + o_tile * WINDOW_BYTES", "WINDOWS_OFFSET"),
+    "a dead key chunk is loaded": ("d256", "part < chunks * O_TILES", "part < PV_CHUNKS * O_TILES"),
+    "a single key tile is merged": (
+        "d256",
+        "const bool merged = item.tiles > 1;\n    if (!merged && at.warpgroup == 1) return;",
+        "const bool merged = true; if (item.tiles <= 1 && at.warpgroup == 1) return;",
+    ),
+    "tensor memory is kept": ("d256", "ptx_tcgen05_dealloc(tmem, TMEM_COLUMNS);", ""),
+    "a partition's part is not published": ("d256", "publishes it.\n        ptx_bar_sync(0, 128);", "publishes it."),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_removed_safeguard_shows(mutant: str) -> None:
+    name, old, new = MUTANTS[mutant]
+    config = variant(name)
+    assert old in source(config)
+    broken = source(config).replace(old, new)
+    shapes = [{"keys": 1300, "growth": 5.0}, {"keys": 100}, {"keys": 1300, "partition_keys": 512}]
+    assert any(run(config, broken, seed=seed, **shape) for seed in range(3) for shape in shapes)
+
+
+# Rule -> (config, fields one step inside, fields one step outside).
+TIGHT = {
+    # Stage 0 of P.V holds the first slot of a V tile and waits for the second.
+    "ring-floor": ("d64", {"ov_depth": 128, "ring_slots": 5}, {"ov_depth": 128, "ring_slots": 1}),
+    # The staging would reach into the rescaling factors, the mbarriers and the TMEM address.
+    "epilogue-arena": ("d128", {"ring_slots": 5}, {"ring_slots": 4}),
+}
+
+
+@pytest.mark.parametrize("rule", TIGHT)
+def test_rules_are_tight(rule: str) -> None:
+    name, inside, outside = TIGHT[rule]
+    assert run(variant(name, **inside), keys=1300) == ""
+    with disabled_rules("ring-floor", "epilogue-arena"):
+        assert any(run(variant(name, **outside), seed=seed, keys=1300) for seed in range(3))
