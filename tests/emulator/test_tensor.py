@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from fa4gen.codegen.emulator import Program, Uninitialized
-from fa4gen.codegen.emulator.layouts import MatrixDescriptor, encode_wgmma_descriptor, operand_offsets, wgmma_a_fragment, wgmma_d_fragment
+from fa4gen.codegen.emulator.layouts import (
+    MatrixDescriptor,
+    encode_wgmma_descriptor,
+    mma_a_fragment,
+    mma_b_fragment,
+    mma_d_fragment,
+    operand_offsets,
+    wgmma_a_fragment,
+    wgmma_d_fragment,
+)
+from fa4gen.codegen.emulator.tensor_core import multiply_accumulate
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -239,3 +249,50 @@ def test_misaligned_matrix_row(assemble, line_of):
     )
     found = program.launch("k", 1, 32).hazards
     assert [(h.kind, h.line) for h in found] == [("misaligned", line_of(program, "HERE"))]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "f16"])
+@pytest.mark.parametrize("mode", ["exact", "truncating"])
+def test_wgmma_accumulates_in_the_chosen_model(fmt, mode):
+    """A chain of two: each instruction rounds, or truncates, what the one before it left."""
+    rng = np.random.default_rng(9)
+    n = 32
+    a, b = (rng.standard_normal((rows, 16)).astype(DTYPES[fmt]) for rows in (64, n))
+    image = np.zeros(16384, np.uint8)
+    descriptors = place(image, a, 0, 128, 256, 0, "k"), place(image, b, 8192, 128, 256, 0, "k")
+    program = wgmma_program(n, mma(n, fmt) + mma(n, fmt, accumulate="1") + WAIT, words=4096)
+    out = np.zeros((128, n // 2), np.float32)
+    args = [out, image, *map(np.uint64, descriptors), np.zeros(1, np.uint32)]
+    result = program.launch("k", 1, 128, 16384, args, tensor_cores=mode)
+    assert not result.hazards, [str(h) for h in result.hazards]
+    wide = a.astype(np.float64), b.astype(np.float64)
+    once = multiply_accumulate(*wide, None, fmt, fmt, mode)
+    assert (accumulators(out, n) == multiply_accumulate(*wide, once, fmt, fmt, mode)).all()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "f16"])
+@pytest.mark.parametrize("mode", ["exact", "truncating"])
+@pytest.mark.parametrize("k", [8, 16])
+def test_mma_sync_accumulates_in_the_chosen_model(assemble, fmt, mode, k):
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((16, k)).astype(DTYPES[fmt]), rng.standard_normal((k, 8)).astype(DTYPES[fmt])
+    c = rng.standard_normal((16, 8)).astype(np.float32)
+    fragments = [
+        a.view(np.uint16)[mma_a_fragment(k)],
+        b.view(np.uint16)[mma_b_fragment(k)],
+        c.view(np.uint16).reshape(16, 8, 2)[mma_d_fragment()],
+    ]
+    registers = np.ascontiguousarray(np.concatenate(fragments, axis=1)).view(np.uint32)[..., 0]
+    first, last = k // 4, k // 4 + k // 8
+    body = f"mul.wide.u32 %rd1, %lane, {4 * registers.shape[1]}; add.s64 %rd1, %rd61, %rd1;"
+    body += "".join(f"ld.global.u32 %r{i}, [%rd1+{4 * i}];" for i in range(last))
+    body += "".join(f"ld.global.f32 %f{i}, [%rd1+{4 * (last + i)}];" for i in range(4))
+    names = [", ".join(f"%r{i}" for i in part) for part in (range(first), range(first, last))]
+    body += f"mma.sync.aligned.m16n8k{k}.row.col.f32.{fmt}.{fmt}.f32 "
+    body += f"{{%f4, %f5, %f6, %f7}}, {{{names[0]}}}, {{{names[1]}}}, {{%f0, %f1, %f2, %f3}};"
+    body += "mul.wide.u32 %rd2, %lane, 16; add.s64 %rd2, %rd60, %rd2; st.global.v4.f32 [%rd2], {%f4, %f5, %f6, %f7};"
+    out = np.zeros((32, 4), np.float32)
+    result = assemble(body, "out regs").launch("k", 1, 32, 0, [out, registers], tensor_cores=mode)
+    assert not result.hazards, [str(h) for h in result.hazards]
+    expected = multiply_accumulate(a.astype(np.float64), b.astype(np.float64).T, c, fmt, fmt, mode)
+    assert (out == expected[mma_d_fragment()]).all()
