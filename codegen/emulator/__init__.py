@@ -2,7 +2,8 @@
 
 from .hazards import Hazard
 from .memory import Memory, TensorMap, Uninitialized
+from .observe import Observer
 from .program import LaunchError, LaunchResult, Program
 from .ptx import PtxError
 
-__all__ = ["Hazard", "LaunchError", "LaunchResult", "Memory", "Program", "PtxError", "TensorMap", "Uninitialized"]
+__all__ = ["Hazard", "LaunchError", "LaunchResult", "Memory", "Observer", "Program", "PtxError", "TensorMap", "Uninitialized"]

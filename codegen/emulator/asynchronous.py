@@ -107,6 +107,8 @@ def _by_address(address: Array, mask: Array) -> list[tuple[int, Int64]]:
 def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, release: bool = True, settle: bool = True) -> int:
     """Count arrivals; returns the state before."""
     state = barrier.phase | barrier.pending << 32
+    if (observer := w.cta.launch.observer) is not None:
+        observer.mbarrier_arrive(w, barrier, count, False)
     if w.cta.check and release:
         barrier.join(w.snapshot())
     if count > barrier.pending:
@@ -131,6 +133,8 @@ def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, releas
 def expect(w: Warp, code: Code, barrier: MBarrier, amount: int, lane: int) -> None:
     barrier.tx += amount
     w.cta.launch.progress_count += 1
+    if (observer := w.cta.launch.observer) is not None:
+        observer.mbarrier_expect(w, barrier, amount)
     if abs(barrier.tx) > MBARRIER_LIMIT:
         w.cta.report(
             "mbarrier",
@@ -168,7 +172,9 @@ def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     lane,
                     at,
                 )
-            w.cta.mbarriers[at] = MBarrier(at, expected, w.cta)
+            barrier = w.cta.mbarriers[at] = MBarrier(at, expected, w.cta)
+            if (observer := w.cta.launch.observer) is not None:
+                observer.mbarrier_init(w, barrier)
 
     return step, step
 
@@ -284,6 +290,8 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         for each in lanes:
             barrier = mbarrier_at(w, code, int(address[each]), each)
             done = passed(barrier, int(r[token][each]))
+            if (observer := w.cta.launch.observer) is not None:
+                observer.mbarrier_wait(w, barrier, done)
             if not done:
                 waiting = barrier
             elif acquire and barrier.done is not None and w.cta.check:
@@ -518,6 +526,9 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     if len(starts):
                         check_global(w, code, box.mapping, starts, size, epoch, False, who=who)
 
+                if cta.launch.observer is not None:
+                    cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, barrier)
+
                 def move(box: Box = box, owner: Cta = owner, address: int = address, fault: bool = fault) -> None:
                     if not fault:
                         scatter_box(owner, address, box.read(), box.swizzle)
@@ -609,6 +620,9 @@ def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, c
                     check_shared(w, code, _granules(cta, address, box.bytes), epoch, False, reader=reader, who=who)
                 if len(starts):
                     check_global(w, code, box.mapping, starts, size, _epoch(writer, groups.time, lane, code), True, who=who)
+
+            if cta.launch.observer is not None:
+                cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, None)
 
             def move(box: Box = box, address: int = address, fault: bool = fault) -> None:
                 if not fault:

@@ -18,6 +18,7 @@ from . import hazards as hz
 from .cluster import Cluster
 from .hazards import Access, Clock, Hazard, Reporter, Shadow
 from .memory import POISON32, SHARED_START, Memory, TensorMap
+from .observe import Observer, landing
 from .ptx import PtxError
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ _LANE_BITS = 1 << np.arange(WARP, dtype=np.uint64)
 NAMED_BARRIERS = 16
 MAX_RESIDENT = 1024
 """CTAs that are resident at most; more are started only when the resident ones spin."""
+STALL_INSTRUCTIONS = 4096
+"""Warp instructions without any change of memory or barriers after which polling warps are helped on."""
 MBARRIER_LIMIT = (1 << 20) - 1
 
 
@@ -97,7 +100,7 @@ class Warp:
         self.B32: Array
         self.B64: Array
         self.local: NDArray[np.uint8] | None = None
-        self.spins = 0
+        self.ticks = 0
         # Happens-before.
         limits = np.zeros(cta.cluster.capacity, np.int64)
         limits[self.actor] = hz.CLOCK_STEP | hz.CLOCK_FILL
@@ -120,6 +123,9 @@ class Warp:
         limits = self.clock.limits
         limits[self.actor] += hz.CLOCK_STEP
         self.epochs += hz.CLOCK_STEP
+        self.ticks += 1
+        if self.ticks >= hz.CLOCK_LIMIT - 2:
+            raise PtxError(f"{self.name} has released more than {hz.CLOCK_LIMIT} times: the checks cannot follow it (run without checks)")
 
     def snapshot(self) -> Clock:
         """The clock to publish at a release; a new epoch begins."""
@@ -304,6 +310,8 @@ class MBarrier:
                 warp.wake(group)
             self.waiting.clear()
             self.cta.launch.progress_count += 1
+            if (observer := self.cta.launch.observer) is not None:
+                observer.mbarrier_phase(self)
 
 
 class Pending:
@@ -435,6 +443,8 @@ class Cta:
             else:
                 bar.clock.join(clock)
         bar.arrivals.append((warp.name, code.line, warp.index))
+        if launch.observer is not None:
+            launch.observer.barrier_arrive(warp, number, bar.count, wait is not None)
         bar.arrived += lanes
         if vote is not None:
             bar.votes.append(vote)
@@ -459,6 +469,8 @@ class Cta:
         waiting, clock, votes = bar.waiting, bar.clock, bar.votes
         bar.waiting, bar.clock, bar.arrived, bar.arrivals, bar.votes = [], None, 0, [], []
         self.launch.barriers += 1
+        if self.launch.observer is not None:
+            self.launch.observer.barrier_complete(self, self.barriers.index(bar))
         for warp, group, action in waiting:
             if clock is not None:
                 warp.clock.join(clock)
@@ -497,8 +509,10 @@ class Run:
         progress: Callable[[int], None] | None,
         tensor_cores: str = "exact",
         cluster: tuple[int, int, int] = (1, 1, 1),
+        observer: Observer | None = None,
     ) -> None:
         self.code = code
+        self.observer = observer
         self.grid = grid
         self.block = block
         self.threads = block[0] * block[1] * block[2]
@@ -547,6 +561,9 @@ class Run:
     def defer(self, cta: Cta, complete: Callable[[], None]) -> Pending:
         """Queue an asynchronous effect; the scheduler chooses when it happens."""
         pending = Pending(cta, complete)
+        if self.observer is not None:
+            pending.complete = landing(self.observer, pending)
+            self.observer.deferred(pending)
         self.pending.append(pending)
         cta.pending += 1
         self.progress_count += 1
@@ -589,8 +606,9 @@ class Run:
     def run(self) -> None:
         """Run the grid to its end, to a deadlock (reported) or to the end of the instruction budget (PtxError)."""
         rng = self.random
-        mark = seen = -1
+        mark = last = -1
         report_at = 1 << 14
+        stall_at = hang_at = 0
         for _ in range(self.residency):
             self.start_cluster()
         ready = self.ready
@@ -628,10 +646,24 @@ class Run:
                     raise PtxError(f"the launch was stopped after {self.instructions} warp instructions, its budget is {self.budget}")
                 if self.progress is not None:
                     self.progress(self.instructions)
-                if self.progress_count == seen and self.next_cluster < self.total_clusters and len(self.resident) < MAX_RESIDENT:
-                    # Everybody spins: what they wait for may come from a CTA that has not started.
-                    self.start_cluster()
-                seen = self.progress_count
+            if self.progress_count != last:
+                last = self.progress_count
+                stall_at, hang_at = self.instructions + STALL_INSTRUCTIONS, self.instructions + self.budget // 20
+            elif self.instructions >= stall_at:
+                stall_at = self.instructions + STALL_INSTRUCTIONS
+                self._help_spinning(self.instructions >= hang_at)
+
+    def _help_spinning(self, hangs: bool) -> None:
+        """Warps run, but nothing changes: bring on what they may be polling for, or report that they spin for good."""
+        if self.pending:
+            self._complete_one()
+        elif self.next_cluster < self.total_clusters and len(self.resident) < MAX_RESIDENT:
+            self.start_cluster()
+        elif hangs:
+            self._deadlock()
+            self.stopped = True
+        elif not self._release_parked():
+            self._force_converged()
 
     def _remove(self, place: int) -> None:
         warp = self.ready[place]
@@ -714,6 +746,10 @@ class Run:
             if first is None:
                 first = (warp, line)
             parts.append(f"{warp.name} at PTX line {line} waits for {text}")
+        for warp in self.ready:
+            line = self.code.lines[min(warp.group.pc, len(self.code.lines) - 1)]
+            first = first or (warp, line)
+            parts.append(f"{warp.name} spins at PTX line {line}")
         if first is None:
             raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
         self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), first[1], first[0].index, 0, 0))

@@ -16,6 +16,7 @@ from .decode import Assembler, DecodedEntry
 from .hazards import Hazard
 from .machine import Run
 from .memory import MODULE_BASE, PARAM_WINDOW, SHARED_START, Mapping, Memory, TensorMap, Uninitialized
+from .observe import Observer, watched
 from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
 
 Array = NDArray[Any]
@@ -158,13 +159,14 @@ class Program:
         budget: int = DEFAULT_BUDGET,
         tensor_cores: str = "exact",
         cluster: Sequence[int] | None = None,
+        observer: Observer | None = None,
     ) -> LaunchResult:
         """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
 
         grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
         the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
-        axis (the entry's .reqnctapercluster, or one CTA, when left out). Arrays are written in place. LaunchError for a
-        launch that cannot be made, PtxError for an instruction that cannot be executed.
+        axis (the entry's .reqnctapercluster, or one CTA, when left out), observer is told what happens. Arrays are written in place.
+        LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
         """
         kernel = self.entries.get(entry)
         if kernel is None:
@@ -191,7 +193,8 @@ class Program:
             memory._add(mapping)
         params, maps = _pack_arguments(kernel, args, memory)
         run = Run(
-            code=decoded, grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
+            code=decoded if observer is None else watched(decoded, observer), observer=observer,
+            grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
             memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
             cluster=cluster3,
         )  # fmt: skip

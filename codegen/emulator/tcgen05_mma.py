@@ -583,6 +583,8 @@ def _cp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
 def arrive_asynchronously(cta: Cta, barrier: MBarrier, code: Code, w: Warp, lane: int, clock: hz.Clock | None) -> None:
     """One arrival by an asynchronous operation of a thread."""
+    if (observer := cta.launch.observer) is not None:
+        observer.mbarrier_arrive(w, barrier, 1, True)
     barrier.join(clock)
     if barrier.pending == 0:
         cta.report(
