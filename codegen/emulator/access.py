@@ -478,6 +478,7 @@ def store(
         return
     total = size * len(values)
     shift = size.bit_length() - 1
+    w.cta.launch.progress_count += 1
     if space == "shared":
         good = _shared(w, code, address, lanes, total, True, strong, owner)
         if good is not None:

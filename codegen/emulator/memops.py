@@ -220,7 +220,6 @@ def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         address = read(r)[lanes]
         _before_strong_write(w, space, address, release)
         store(w, code, space, address, lanes, size, [r[s][lanes] for s in sources], True)
-        w.cta.launch.progress_count += 1
 
     return masked, masked
 
@@ -301,7 +300,7 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     per = 2 if packed else 1
     shift = size.bit_length() - 1
 
-    def apply(words_: Array, at: int, lane: int, r: list[Any], old: Array) -> None:
+    def apply(w: Warp, words_: Array, at: int, lane: int, r: list[Any], old: Array) -> None:
         cell = words_[at : at + 1]
         old[lane] = cell[0]
         value = cell.view(dtype)
@@ -311,6 +310,9 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 value[0] = r[swap][lane]
         else:
             value[...] = function(value, operand)
+        if cell[0] != old[lane]:
+            # A failing compare-and-swap, say, is no progress: a warp that repeats it spins.
+            w.cta.launch.progress_count += 1
 
     def shared_atomic(w: Warp, r: list[Any], owner: Cta, at: Array, who: Array, old: Array) -> None:
         good = shared_faults(w, code, at, who, size, True, owner)
@@ -324,7 +326,7 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             _check_initialized(w, owner, index, who, at)
             check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=True, owner=owner)
         for lane, place in zip(who.tolist(), at.tolist(), strict=True):
-            apply(owner.words[size], place >> shift, lane, r, old)
+            apply(w, owner.words[size], place >> shift, lane, r, old)
 
     def step(w: Warp, r: list[Any]) -> None:
         lanes = np.flatnonzero(w.mask)
@@ -352,12 +354,11 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     if cta.check:
                         check_global(w, code, mapping, at[sub], size, w.epochs[who[sub]] + code.strong_tag, True, strong=True)
                     for lane, place in zip(who[sub].tolist(), at[sub].tolist(), strict=True):
-                        apply(mapping.words[size], (place - mapping.base) >> shift, lane, r, old)
+                        apply(w, mapping.words[size], (place - mapping.base) >> shift, lane, r, old)
             else:
                 raise asm.error(f"atomics on {found} memory are not supported")
         if d >= 0:
             np.copyto(r[d], old, where=w.mask)
-        cta.launch.progress_count += 1
 
     def _check_initialized(w: Warp, owner: Cta, index: Any, who: Array, at: Array) -> None:
         shadow = owner.shadow

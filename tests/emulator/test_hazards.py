@@ -254,3 +254,33 @@ def test_polling_two_barriers_in_turn_is_no_deadlock(assemble):
     )
     for seed in SEEDS:
         assert not kinds(program, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "spin", ["ld.volatile.shared.u32 %r1, [s];", "atom.shared.cas.b32 %r1, [s], 1, 2;", "ld.relaxed.gpu.global.u32 %r1, [%rd60];"]
+)
+def test_spinning_for_good_is_a_deadlock(assemble, line_of, spin):
+    """Polling memory that nobody writes ends with the report, well before the budget."""
+    body = f"""
+        setp.eq.u32 %p1, %tid, 0; @%p1 st.volatile.shared.u32 [s], 0; bar.sync 0; setp.eq.u32 %p3, %warp, 1; @%p3 bra W;
+        L: {spin} setp.ne.u32 %p2, %r1, 0;
+        @!%p2 bra L; // SPIN
+        bra END; W: bar.sync 1, 64; END:
+    """
+    program = assemble(body, "flag", shared=SHARED)
+    found = program.launch("k", 1, 64, 0, [np.zeros(1, np.uint32)], budget=1_000_000).hazards
+    assert [h.kind for h in found] == ["deadlock"]
+    assert "warp 0 spins at PTX line" in found[0].message
+    assert "warp 1 at PTX line" in found[0].message
+
+
+def test_spinning_on_what_a_bulk_store_writes_ends(assemble):
+    """Asynchronous bytes land although the warps never stop running: here a flag written by a bulk store."""
+    body = """
+        setp.ne.u32 %p1, %tid, 0; @%p1 bra END; mov.u32 %r1, 1; st.shared.v4.u32 [s], {%r1, %r1, %r1, %r1}; fence.proxy.async.shared::cta;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd60], [s], 16; cp.async.bulk.commit_group;
+        L: ld.volatile.global.u32 %r2, [%rd60]; setp.eq.u32 %p2, %r2, 0; @%p2 bra L; cp.async.bulk.wait_group 0; END:
+    """
+    program = assemble(body, "flag", shared=SHARED)
+    for seed in SEEDS:
+        assert kinds(program, [np.zeros(4, np.uint32)], 32, seed) == {"race"}

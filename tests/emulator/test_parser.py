@@ -200,6 +200,6 @@ def test_impossible_launches_are_refused(arguments, words):
 
 
 def test_instruction_budget_ends_an_endless_loop(assemble):
-    program = assemble("L: bra L;")
+    program = assemble("L: st.shared.u32 [s], %tid; bra L;", shared=".shared .u32 s;")
     with pytest.raises(PtxError, match="budget"):
         program.launch("k", 1, 32, budget=50_000)
