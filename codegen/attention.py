@@ -27,6 +27,8 @@ MERGE_BYTES_PER_US = 110e3
 WAVE_US = 0.5
 MERGE_US = 2.5
 MAX_WAVES = 4
+# More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
+AUTO_PARTITIONS = 32
 _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -84,7 +86,7 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
     partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
     best = Split(key_tiles, 1)
     best_us = math.inf
-    for partitions in range(1, min(key_tiles, geo.max_partitions, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
+    for partitions in range(1, min(key_tiles, AUTO_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
         tiles = -(-key_tiles // partitions)
         if -(-key_tiles // tiles) != partitions:
             continue
