@@ -170,6 +170,8 @@ def _shared(
     w: Warp, code: Code, address: Int64, lanes: Int64, size: int, write: bool, strong: bool, owner: Cta | None = None
 ) -> NDArray[np.bool_] | None:
     good = shared_faults(w, code, address, lanes, size, write, owner)
+    if (profile := w.cta.launch.profile) is not None:
+        profile.shared_access(code, address, lanes, size, "store" if write else "load")
     if w.cta.check:
         if good is not None:
             address, lanes = address[good], lanes[good]
@@ -391,6 +393,8 @@ def load(
         return [np.where(good, words[np.minimum(index + k, len(words) - 1)], _POISON[size]) for k in range(count)]
     if space == "global":
         parts_ = global_mapping(w, code, address, lanes, total, False)
+        if (profile := w.cta.launch.profile) is not None:
+            profile.move("global load", len(lanes) * total)
         check = w.cta.check
         if len(parts_) == 1 and parts_[0][1] is None:
             mapping = parts_[0][0]
@@ -489,6 +493,8 @@ def store(
             words[index + k if k else index] = value
         return
     if space == "global":
+        if (profile := w.cta.launch.profile) is not None:
+            profile.move("global store", len(lanes) * total)
         for mapping, places in global_mapping(w, code, address, lanes, total, True):
             pick = slice(None) if places is None else places
             if w.cta.check:

@@ -528,6 +528,8 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
                 if cta.launch.observer is not None:
                     cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, barrier)
+                if (profile := cta.launch.profile) is not None:
+                    profile.move("tensor copy load", box.bytes)
 
                 def move(box: Box = box, owner: Cta = owner, address: int = address, fault: bool = fault) -> None:
                     if not fault:
@@ -623,6 +625,8 @@ def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, c
 
             if cta.launch.observer is not None:
                 cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, None)
+            if (profile := cta.launch.profile) is not None:
+                profile.move("tensor copy store", box.bytes)
 
             def move(box: Box = box, address: int = address, fault: bool = fault) -> None:
                 if not fault:
@@ -717,6 +721,8 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
             mapping = _bulk_faults(w, code, inside, size, lane, outside, to_global)
             starts = np.arange(outside, outside + size, 16)
+            if (profile := cta.launch.profile) is not None:
+                profile.move("bulk copy store" if to_global else "bulk copy load", size)
             if to_global:
                 fault = _shared_box_fault(w, code, inside, size, 16, lane, "read") or mapping is None
                 groups = _bulk(w, lane)
@@ -788,6 +794,8 @@ def _bulk_between(asm: Assembler, ins: Instruction) -> Steps:
             if size % 16:
                 raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
             ((owner, place, barrier),) = _targets(w, code, lane, int(target(r)[lane]), int(barrier_address(r)[lane]), None)
+            if (profile := cta.launch.profile) is not None:
+                profile.move("bulk copy shared to shared", size)
             fault = _shared_box_fault(w, code, place, size, 16, lane, "write", owner)
             fault |= _shared_box_fault(w, code, start, size, 16, lane, "read")
             slot: tuple[int, int] | None = None
@@ -895,6 +903,8 @@ def _cp_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         if good is not None:
             lanes, to, come = lanes[good], to[good], come[good]
         count = r[amount][lanes].astype(np.int64) if amount >= 0 else np.full(len(lanes), size, np.int64)
+        if (profile := cta.launch.profile) is not None:
+            profile.move("cp.async load", int(count.sum()))
         copies = _copies(w)
         parts: list[tuple[Mapping, Array, Array, Array]] = []
         reads = np.flatnonzero(count > 0)

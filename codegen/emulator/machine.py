@@ -19,6 +19,7 @@ from .cluster import Cluster
 from .hazards import Access, Clock, Hazard, Reporter, Shadow
 from .memory import POISON32, SHARED_START, Memory, TensorMap
 from .observe import Observer, landing
+from .profile import Profile
 from .ptx import PtxError
 
 if TYPE_CHECKING:
@@ -510,8 +511,10 @@ class Run:
         tensor_cores: str = "exact",
         cluster: tuple[int, int, int] = (1, 1, 1),
         observer: Observer | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.code = code
+        self.profile = profile
         self.observer = observer
         self.grid = grid
         self.block = block

@@ -315,6 +315,8 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             w.cta.launch.progress_count += 1
 
     def shared_atomic(w: Warp, r: list[Any], owner: Cta, at: Array, who: Array, old: Array) -> None:
+        if (profile := w.cta.launch.profile) is not None:
+            profile.shared_access(code, at, who, size, "atomic")
         good = shared_faults(w, code, at, who, size, True, owner)
         if good is not None:
             at, who = at[good], who[good]
@@ -349,6 +351,8 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 for owner, some, offsets in [(cta, None, at)] if local else split_cluster(w, code, at, who):
                     shared_atomic(w, r, owner, offsets, who if some is None else who[some], old)
             elif found == "global":
+                if (profile := cta.launch.profile) is not None:
+                    profile.move("global atomic", len(who) * size)
                 for mapping, inside in global_mapping(w, code, at, who, size, True):
                     sub: Any = slice(None) if inside is None else inside
                     if cta.check:

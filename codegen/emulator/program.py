@@ -17,6 +17,7 @@ from .hazards import Hazard
 from .machine import Run
 from .memory import MODULE_BASE, PARAM_WINDOW, SHARED_START, Mapping, Memory, TensorMap, Uninitialized
 from .observe import Observer, watched
+from .profile import Profile
 from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
 
 Array = NDArray[Any]
@@ -37,11 +38,15 @@ class LaunchError(ValueError):
 
 @dataclass
 class LaunchResult:
-    """hazards: what the checks found; instructions: warp instructions executed; barriers: completions of bar.sync-style barriers."""
+    """hazards: what the checks found; instructions: warp instructions executed; barriers: completions of bar.sync-style barriers.
+
+    profile: shared-memory wavefronts and bytes by engine, of a launch with profile=True.
+    """
 
     hazards: list[Hazard] = field(default_factory=list)
     instructions: int = 0
     barriers: int = 0
+    profile: Profile | None = None
 
 
 def _align(value: int, to: int) -> int:
@@ -160,12 +165,14 @@ class Program:
         tensor_cores: str = "exact",
         cluster: Sequence[int] | None = None,
         observer: Observer | None = None,
+        profile: bool = False,
     ) -> LaunchResult:
         """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
 
         grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
         the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
-        axis (the entry's .reqnctapercluster, or one CTA, when left out), observer is told what happens. Arrays are written in place.
+        axis (the entry's .reqnctapercluster, or one CTA, when left out), observer is told what happens, profile counts
+        shared-memory wavefronts and bytes by engine. Arrays are written in place.
         LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
         """
         kernel = self.entries.get(entry)
@@ -196,11 +203,11 @@ class Program:
             code=decoded if observer is None else watched(decoded, observer), observer=observer,
             grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
             memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
-            cluster=cluster3,
+            cluster=cluster3, profile=Profile() if profile else None,
         )  # fmt: skip
         with np.errstate(all="ignore"):
             run.run()
-        return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers)
+        return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers, run.profile)
 
 
 def _cluster(kernel: Entry, grid: tuple[int, int, int], cluster: Sequence[int] | None) -> tuple[int, int, int]:

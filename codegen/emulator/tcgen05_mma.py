@@ -418,6 +418,8 @@ class _Mma:
         d_address = _address(r, self.d, lane)
         height, low = _lanes(descriptor, ws, d_address >> 16, "accumulator")
         d_block = Block(d_address & 0xFFFF, tcgen05_d_columns(descriptor.m, descriptor.n, ws), low, low + height)
+        if (profile := cta.launch.profile) is not None:
+            profile.move("tcgen05 operand", ((0 if self.a_in_tmem else descriptor.m) + descriptor.n) * 2 * K)
         key = (d_address, descriptor.m, descriptor.n, ws)
         chain = thread.accumulator(key)
         who = f"the MMA of {w.name}"
@@ -564,6 +566,8 @@ def _cp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             operand = SharedOperand(decode_tcgen05_descriptor(int(r[matrix][lane])), rows, 8 * chunks, "k")
             block = Block(address & 0xFFFF, 4 * chunks, 0, sources[0].stop - sources[0].start)
             who = f"tcgen05.cp of {w.name}"
+            if (profile := cta.launch.profile) is not None:
+                profile.move("tcgen05 copy", rows * 16 * chunks)
             good = operand.check(w, code, thread.epoch(thread.reader, code), thread.reader, who)
             good &= check_block(w, code, block, thread.epoch(thread.copier, code), who, write=True)
             if not good:

@@ -201,6 +201,9 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             bits = np.empty((16, 16), np.uint16)
             bits[fragment[0][:32], fragment[1][:32]] = halves
             a_value = widen(bits, fmt)
+        if (profile := cta.launch.profile) is not None and w.index % 4 == 0:
+            # The warps of a warpgroup share one instruction: its operands are counted once.
+            profile.move("wgmma operand", ((0 if from_registers else 64) + n) * 32)
         if cta.check:
             who = f"wgmma of {w.name}"
             epoch = np.int64(state.time << hz.CLOCK_SHIFT | state.actor | int(code.tag))

@@ -359,6 +359,8 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def step(w: Warp, r: list[Any]) -> None:
         cta = w.cta
         address = uniform(r[slot] if offset is None else r[slot] + offset, w, "the tensor memory address")
+        if (profile := cta.launch.profile) is not None:
+            profile.move("tensor memory load", 4 * column.size)
         lanes, columns, valid = _cells(w, code, address, shape, lane, column, False)
         if pack:
             lanes = lanes[..., None]
@@ -399,6 +401,8 @@ def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def step(w: Warp, r: list[Any]) -> None:
         cta = w.cta
         address = uniform(r[slot] if offset is None else r[slot] + offset, w, "the tensor memory address")
+        if (profile := cta.launch.profile) is not None:
+            profile.move("tensor memory store", 4 * column.size)
         lanes, columns, valid = _cells(w, code, address, shape, lane, column, True)
         value = w.B32[rows].T
         if unpack:
