@@ -127,6 +127,27 @@ def run(ref: str, **options: Any) -> int:
 
 
 @cli.command()
+@_config_option(required=True)
+@_arch_option("Only this target; default: all the config lists.")
+@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw what lies where to this file.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE.json", help="Emulate the attention kernel; write a Chrome trace.")
+@click.option("--json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--batch", type=_COUNT, help="Sequences of the traced run.")
+@click.option("--q-len", type=_COUNT, help="Queries of a sequence.")
+@click.option("--keys", type=_COUNT, help="Keys of a sequence; default 1,024.")
+@click.option("--heads", type=_COUNT, help="Query heads.")
+@click.option("--kv-heads", type=_COUNT, help="KV heads; a divisor of the query heads.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the traced run's inputs and scheduler.", show_default=True)
+def inspect(ref: str, **options: Any) -> int:
+    """Show memory maps, the ring, barriers, registers and spills of a config's kernels, as tables, a picture or a trace."""
+    from rich.console import Console
+
+    from .codegen import inspection
+
+    return inspection.run(inspection.InspectOptions(config=ref, **options), _console(), Console(stderr=True))
+
+
+@cli.command()
 @_config_option(required=False, multiple=True)
 @click.option(
     "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."

@@ -66,7 +66,7 @@ def _template_sha256(name: str) -> str:
     return _sha256(template_source(name))
 
 
-def _entry_info(config: Config, arch: str) -> dict[str, dict[str, Any]]:
+def entry_info(config: Config, arch: str) -> dict[str, dict[str, Any]]:
     """Entry -> its file and launch facts (block, grid, dynamic smem_bytes, arguments), as the modules that launch it state them."""
     from .units import unit_entry_info
 
@@ -92,7 +92,7 @@ def _spill_gate(config: Config, module: Module) -> None:
 
 def _manifest(config: Config, arch: str, sources: dict[str, Rendered], modules: dict[str, Module], files: dict[str, str]) -> str:
     kernels: dict[str, Any] = {}
-    for entry, facts in sorted(_entry_info(config, arch).items()):
+    for entry, facts in sorted(entry_info(config, arch).items()):
         kernels[entry] = dict(facts)
         if module := modules.get(facts["file"]):
             if entry not in module.kernels:

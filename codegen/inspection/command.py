@@ -1,0 +1,235 @@
+"""`fa4gen inspect`: gathers, prints, and writes what was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import pipeline, runner
+from ..config import Config, load_config
+from ..geometry import SUB_TILE_DEPTH, derive, symbol
+from ..progress import emulation_progress
+from ..render import has_attention
+from ..text import one_line
+from .facts import as_json, gather
+from .picture import picture
+from .report import show
+from .trace import Recorder, chrome_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console
+
+    from ..emulator import LaunchResult
+
+PIDS_PER_TARGET = 10_000
+
+
+class InspectError(Exception):
+    """What was asked for cannot be shown; the message is one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What `fa4gen inspect` was asked for. The shape is that of the traced run; None is runner.DEFAULT_SHAPE."""
+
+    config: str | Path
+    arch: str | None = None
+    svg: Path | None = None
+    trace: Path | None = None
+    json: bool = False
+    batch: int | None = None
+    q_len: int | None = None
+    keys: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    seed: int = 0
+
+    def run_options(self) -> runner.RunOptions:
+        """The same shape and seed for the runner."""
+        return runner.RunOptions(
+            config=self.config,
+            batch=self.batch,
+            q_len=self.q_len,
+            keys=self.keys,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            seed=self.seed,
+        )
+
+
+def run(options: InspectOptions, console: Console, errors: Console) -> int:
+    """Prints the tables (or JSON) of each target and writes the files; returns the exit code, 1 if the traced run has hazards.
+
+    Raises ConfigError, RenderError, CompileError, BackendError, RunError, InspectError, each with a one-line message, and OSError; nothing
+    is printed or written then.
+    """
+    config = load_config(options.config)
+    arches: tuple[str, ...] = (options.arch,) if options.arch else config.arch
+    for arch in arches:
+        derive(config, arch)
+    for path in (options.svg, options.trace):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InspectError(f"{path}: {'is a folder' if path.is_dir() else 'no such folder'}")
+    if options.svg is not None and options.trace is not None and options.svg.absolute() == options.trace.absolute():
+        raise InspectError(f"{options.svg}: --svg and --trace name the same file")
+    given = options.run_options().shape_options()
+    if given and options.trace is None:
+        raise InspectError(f"--{next(iter(given)).replace('_', '-')} is the shape of a traced run; give --trace FILE as well")
+    traced = [arch for arch in arches if has_attention(config, arch)]
+    if options.trace is not None and not traced:
+        raise InspectError(f"{config.name} has no attention kernel for {' or '.join(arches)}: there is nothing to trace")
+    found = [gather(config, arch) for arch in arches]
+    trace, hazards = _trace(config, traced, options, errors) if options.trace is not None else (None, [])
+
+    if options.svg is not None:
+        write_whole(options.svg, picture(found))
+    if options.trace is not None:
+        write_whole(options.trace, json.dumps(trace, separators=(",", ":")) + "\n")
+    if options.json:
+        console.file.write(json.dumps({facts.arch: as_json(facts) for facts in found}, indent=2) + "\n")
+    else:
+        for index, facts in enumerate(found):
+            if index:
+                console.file.write("\n")
+            show(facts, console)
+    for line in hazards:
+        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 1 if hazards else 0
+
+
+def _trace(config: Config, arches: list[str], options: InspectOptions, errors: Console) -> tuple[dict[str, Any], list[str]]:
+    """One trace of a run on each target, and a line for each hazard."""
+    traces = []
+    hazards: list[str] = []
+    with emulation_progress(errors) as progress:
+        for index, arch in enumerate(arches):
+            trace, result = trace_attention(config, arch, options.run_options(), progress(f"{arch} {symbol(config, arch)}"))
+            for event in trace["traceEvents"]:
+                event["pid"] += index * PIDS_PER_TARGET
+                if event["name"] == "process_name" and len(arches) > 1:
+                    event["args"]["name"] += f" ({arch})"
+            traces.append(trace)
+            hazards += [f"{arch} {symbol(config, arch)}: {hazard.kind}: {hazard.message}" for hazard in result.hazards]
+    merged = traces[0]
+    for trace in traces[1:]:
+        merged["traceEvents"] += trace["traceEvents"]
+    merged["otherData"] |= {"kernels": [trace["otherData"].pop("kernel") for trace in traces]}
+    return merged, hazards
+
+
+def trace_attention(
+    config: Config, arch: str, options: runner.RunOptions, progress: Callable[[int], None] | None = None
+) -> tuple[dict[str, Any], LaunchResult]:
+    """The Chrome trace of an emulated run of the full kernel on the runner's input, and what the emulator says of that run.
+
+    Raises RunError for a shape that is not possible, CompileError, InspectError where the kernel cannot be executed.
+    """
+    recorder, result, shape = record_attention(config, arch, options, progress)
+    geo = derive(config, arch)
+    names = {barrier.offset: barrier.name for barrier in pipeline.mbarriers(geo)}
+    uses: dict[tuple[int, int], list[str]] = {}
+    for barrier in pipeline.named_barriers(config, geo):
+        what = uses.setdefault((barrier.number, barrier.threads), [])
+        if (use := barrier.orders.split(":")[0]) not in what:
+            what.append(use)
+
+    def row(warp: int) -> str:
+        role = pipeline.role_of_warp(geo, warp)
+        return role.name if role.warps == 1 else f"{role.name}, warp {warp}"
+
+    def named(number: int, threads: int) -> str:
+        known = uses.get((number, threads))
+        return f"barrier {number} of {threads}" + (f" ({'; '.join(known)})" if known else "")
+
+    trace = chrome_trace(
+        recorder,
+        row=row,
+        mbarrier=lambda offset: names.get(offset, f"mbarrier at {offset}"),
+        barrier=named,
+        metadata={
+            "kernel": {
+                "entry": symbol(config, arch),
+                "arch": arch,
+                "shape": shape,
+                "scheduler_seed": options.seed,
+                "warp_instructions": result.instructions,
+                "hazards": len(result.hazards),
+            }
+        },
+    )
+    return trace, result
+
+
+def record_attention(
+    config: Config, arch: str, options: runner.RunOptions, progress: Callable[[int], None] | None = None
+) -> tuple[Recorder, LaunchResult, str]:
+    """Runs the full kernel on the emulator under a recorder: the recorder, the result, the shape in words."""
+    from ..attention import attention_entry_info, attention_launch
+    from ..emulator import LaunchError, Memory, Program, PtxError, TensorMap
+    from ..emulator.memory import SHARED_START
+    from ..units import DTYPES, poisoned
+
+    geo = derive(config, arch)
+    problem = runner.attention_problem(config, options)
+    compiled = runner.compiled_sources(config, arch)["attention.cu"]
+    out = poisoned(problem.q.shape, DTYPES[config.out_dtype])
+    lse = poisoned((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]), np.dtype(np.float32))
+    launch = attention_launch(config, geo, problem.q, problem.k, problem.v, out, lse)
+    arguments = [argument["name"] for argument in attention_entry_info(config, geo)["arguments"]]
+    arrays = {
+        id(value): name.removesuffix("_map") for name, value in zip(arguments, launch.args, strict=True) if isinstance(value, TensorMap)
+    }
+
+    def label(array: str, coordinates: Sequence[int]) -> str:
+        if array in ("k", "v"):
+            return f"{array.upper()} key {coordinates[1]} depth {coordinates[0] + coordinates[2] * SUB_TILE_DEPTH}"
+        return f"{array.upper()} depth {coordinates[0]}"
+
+    recorder = Recorder(arrays, SHARED_START, label)
+    try:
+        result = Program.from_ptx(compiled.ptx).launch(
+            launch.entry,
+            launch.grid,
+            launch.block,
+            launch.smem_bytes,
+            list(launch.args),
+            memory=Memory(),
+            seed=options.seed,
+            progress=progress,
+            observer=recorder,
+        )
+    except (PtxError, LaunchError) as error:
+        raise InspectError(f"{launch.entry}: {error}") from error
+    return recorder, result, problem.shape
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears whole or not at all. Raises InspectError."""
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        # mkstemp's files are private; this one is as readable as any other that the user makes.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise InspectError(f"{path}: {error.strerror or error}") from error
+
+
+__all__ = ["InspectError", "InspectOptions", "record_attention", "run", "trace_attention", "write_whole"]
