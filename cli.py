@@ -231,6 +231,7 @@ def list_configs() -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the scheduler.")
 @click.option("--ignore", multiple=True, metavar="KIND", help="Hazards not to report.  Repeatable.")
 @click.option("--arg", "args", multiple=True, metavar="SPEC", help="One for each parameter, in order.")
+@click.option("--profile", is_flag=True, help="Print shared-memory wavefronts by PTX line, and bytes by engine.")
 def emulate(file: Path, **options: Any) -> int:
     """Run an entry of any PTX file on the emulator; exit 1 if it reports hazards (on stderr).
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .memory import TensorMap, Uninitialized
-from .program import LaunchError, Program
+from .program import LaunchError, LaunchResult, Program
 from .ptx import PtxError
 
 Array = NDArray[Any]
@@ -215,20 +215,25 @@ def run_command(
     args: Sequence[str] = (),
     *,
     check: bool = True,
+    profile: bool = False,
     progress: Callable[[int], None] | None = None,
+    stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> int:
     """The command with its options already split. Returns the exit status: 0 clean, 1 hazards (listed on stderr), 2 usage.
 
-    entry: None takes the only entry of the file. ignore: hazard kinds that are neither listed nor counted. Outputs are saved unless the
-    run could not be made.
+    entry: None takes the only entry of the file. ignore: hazard kinds that are neither listed nor counted. profile: print wavefronts of
+    shared memory by PTX line and bytes by engine on stdout. Outputs are saved unless the run could not be made.
     """
     err = sys.stderr if stderr is None else stderr
     try:
-        hazards = _run(Path(file), entry, grid, block, smem, seed, ignore, args, check, progress)
+        result = _run(Path(file), entry, grid, block, smem, seed, ignore, args, check, profile, progress)
     except (UsageError, PtxError, LaunchError) as error:
         print(f"fa4gen emulate: {error}", file=err)
         return 2
+    if result.profile is not None:
+        print(result.profile, file=sys.stdout if stdout is None else stdout)
+    hazards = [h for h in result.hazards if h.kind not in ignore]
     for hazard in hazards:
         print(hazard, file=err)
     return 1 if hazards else 0
@@ -244,8 +249,9 @@ def _run(
     ignore: Sequence[str],
     args: Sequence[str],
     check: bool,
+    profile: bool,
     progress: Callable[[int], None] | None,
-) -> list[Any]:
+) -> LaunchResult:
     for kind in ignore:
         if kind not in HAZARD_KINDS:
             raise UsageError(f"--ignore {kind!r} is none of {', '.join(HAZARD_KINDS)}")
@@ -274,10 +280,10 @@ def _run(
     for path in arrays.save:
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent} is not a folder to write {path.name} to")
-    result = program.launch(entry, grid3, block3, smem, values, memory=memory, seed=seed, check=check, progress=progress)
+    result = program.launch(entry, grid3, block3, smem, values, memory=memory, seed=seed, check=check, progress=progress, profile=profile)
     for path in arrays.save:
         try:
             save_array(path, arrays.by_path[path])
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror})") from None
-    return [h for h in result.hazards if h.kind not in ignore]
+    return result

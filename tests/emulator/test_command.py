@@ -63,6 +63,12 @@ def test_hazards_are_listed_one_a_line_and_can_be_ignored(folder):
     assert np.isnan(np.load(folder / "y.npy")[0])
 
 
+def test_profile_is_printed_on_stdout(folder):
+    stdout = io.StringIO()
+    assert run(folder, GOOD, profile=True, stdout=stdout) == (0, "")
+    assert stdout.getvalue().splitlines()[-2:] == ["global load            2    256", "global store           2    256"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
