@@ -371,6 +371,8 @@ class DecodedEntry:
         self.counts = {bits: counts.get(bits, 0) for bits in (1, 16, 32, 64, 128)}
         self.local_bytes = assembler.local_bytes
         self.exit_hooks: list[Callable[[Cta, Warp], None]] = []
+        for hook in DECODE_HOOKS:
+            hook(self)
 
     def cta_exit(self, cta: Cta, warp: Warp) -> None:
         for hook in EXIT_HOOKS:
@@ -405,6 +407,8 @@ class DecodedEntry:
         warp.R = registers
 
 
+DECODE_HOOKS: list[Callable[[DecodedEntry], None]] = []
+"""Called with every decoded entry; may wrap its steps."""
 EXIT_HOOKS: list[Callable[[Any, Warp], None]] = []
 
 

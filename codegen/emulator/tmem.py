@@ -1,7 +1,8 @@
 """Tensor memory: allocation, tcgen05.ld, tcgen05.st, waits and fences (PTX ISA 9.1 section 9.7.16).
 
 tcgen05.ld and tcgen05.st are asynchronous operations of their warp: another access is ordered after them only through wait::ld and
-wait::st. A register that a load fills waits implicitly when used, so its value is there at once; a store lands by the wait at the latest.
+wait::st. A register that a load fills waits implicitly when used: its value is there at once, and the first instruction that reads it
+is ordered after the load. A store lands by the wait at the latest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from . import hazards as hz
 from .alu import Steps
 from .asynchronous import shared_reader
 from .control import aligned, nothing
-from .decode import EXIT_HOOKS, Assembler, Code, instruction, uniform
+from .decode import DECODE_HOOKS, EXIT_HOOKS, Assembler, Code, DecodedEntry, instruction, uniform
 from .layouts import TMEM_COLUMNS, TMEM_LANES, TMEM_SHAPES, tmem_map, tmem_registers
-from .machine import RETRY, Cta, Group, Pending, Warp
+from .machine import RETRY, Cta, Group, Pending, Step, Warp
 from .memory import POISON32
-from .ptx import Instruction
+from .ptx import Address, Instruction, Register, Vector
 from .tensor import vector_registers
 
 Array = NDArray[Any]
@@ -56,7 +57,12 @@ class TmemOps:
     def __init__(self, w: Warp) -> None:
         self.load_actor = w.cta.actor(("tcgen05.ld", w.index), f"tcgen05.ld of {w.name}")
         self.store_actor = w.cta.actor(("tcgen05.st", w.index), f"tcgen05.st of {w.name}")
-        self.load_time = 1
+        self.load_time = 0
+        """Number of loads issued."""
+        self.loaded = 0
+        """Loads known to be complete, by a wait or by the use of a register that they filled."""
+        self.filled: Int64 = np.zeros(len(w.B32), np.int64)
+        """Per 32-bit register, the load that last filled it."""
         self.store_time = 1
         self.stores: list[Pending] = []
 
@@ -368,6 +374,8 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         if cta.check:
             index = np.broadcast_to(np.minimum(lanes, TMEM_LANES - 1) * TMEM_COLUMNS + np.minimum(columns, TMEM_COLUMNS - 1), columns.shape)
             state = tmem_ops(w)
+            state.load_time += 1
+            state.filled[rows] = state.load_time
             epochs = _epochs(w, state.load_actor, state.load_time, code, index)
             check_tmem(w, code, index, epochs, False, state.load_actor, f"tcgen05.ld of {w.name}")
         if valid is None:
@@ -437,18 +445,75 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def step(w: Warp, r: list[Any]) -> None:
         state = tmem_ops(w)
         if loads:
-            actor, time = state.load_actor, state.load_time
-            state.load_time += 1
-        else:
-            actor, time = state.store_actor, state.store_time
-            state.store_time += 1
-            for pending in state.stores:
-                w.cta.launch.finish(pending)
-            state.stores.clear()
+            loads_done(w, state, state.load_time)
+            return
+        time = state.store_time
+        state.store_time += 1
+        for pending in state.stores:
+            w.cta.launch.finish(pending)
+        state.stores.clear()
         if w.cta.check:
-            w.clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+            w.clock.limits[state.store_actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
 
     return aligned(asm, (step, step))
+
+
+def loads_done(w: Warp, state: TmemOps, time: int) -> None:
+    """The loads of a warp up to number `time` are complete: later accesses are ordered after them."""
+    if w.cta.check and time > state.loaded:
+        state.loaded = time
+        w.clock.limits[state.load_actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+
+
+def _read_registers(ins: Instruction) -> set[int]:
+    """32-bit registers that an instruction reads: every operand but the first, which most instructions write."""
+    first = 0 if ins.opcode.startswith(_WITHOUT_RESULT) else 1
+    found: set[int] = set()
+    queue: list[Any] = list(ins.operands[first:])
+    while queue:
+        operand = queue.pop()
+        if isinstance(operand, Register):
+            if operand.bytes == 4 and operand.type != "pred":
+                found.add(operand.index)
+        elif isinstance(operand, Vector):
+            queue += operand.items
+        elif isinstance(operand, Address):
+            queue += [operand.base, *operand.coordinates]
+    return found
+
+
+_WITHOUT_RESULT = ("st.", "stmatrix", "red.", "tcgen05.st", "tcgen05.mma", "tcgen05.cp", "cp.", "bar", "mbarrier.", "wgmma.", "prefetch")
+
+
+def _complete_loads_on_use(decoded: DecodedEntry) -> None:
+    """Wrap the instructions that read a register some tcgen05.ld fills: a true dependence waits for the load (9.7.16.6.4.5)."""
+    loads = [ins for ins in decoded.entry.instructions if ins.opcode.startswith("tcgen05.ld")]
+    targets: set[int] = set()
+    for ins in loads:
+        first = ins.operands[0]
+        items = first.items if isinstance(first, Vector) else (first,)
+        targets |= {item.index for item in items if isinstance(item, Register)}
+    if not targets:
+        return
+    for place, ins in enumerate(decoded.entry.instructions):
+        rows = _read_registers(ins) & targets
+        if rows and not ins.opcode.startswith("tcgen05.ld"):
+            index = np.array(sorted(rows), np.int64)
+            decoded.full[place] = _after_loads(decoded.full[place], index)
+            decoded.masked[place] = _after_loads(decoded.masked[place], index)
+
+
+def _after_loads(step: Step, rows: Int64) -> Step:
+    def wrapped(w: Warp, r: list[Any]) -> int | None:
+        state: TmemOps | None = w.tmem_ops
+        if state is not None and state.loaded != state.load_time:
+            loads_done(w, state, int(state.filled[rows].max()))
+        return step(w, r)
+
+    return wrapped
+
+
+DECODE_HOOKS.append(_complete_loads_on_use)
 
 
 @instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")

@@ -180,3 +180,28 @@ def test_other_warps_need_the_wait_and_a_barrier(assemble):
         for drop in good:
             found = {h.kind for h in kernel(assemble, body.format(**{**good, drop: ""})).launch("k", 1, 160, seed=seed).hazards}
             assert "race" in found, drop
+
+
+@pytest.mark.parametrize(
+    ("use", "ordered"),
+    [
+        ("add.u32 %r1, %r3, 1;", True),
+        ("mov.b64 %rd1, {%r2, %r3};", True),
+        ("setp.eq.u32 %p4, %r3, 9;", True),
+        ("tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250+2], {%r3};", True),
+        ("add.u32 %r1, %r2, 1;", False),
+        ("", False),
+    ],
+)
+def test_using_what_a_load_brought_waits_for_it(assemble, use, ordered):
+    """A load into %r2, then one into %r3; a store to the second one's cell is ordered after it once %r3 has been read."""
+    body = (
+        fill(16)
+        + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r250]; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r250+1];"
+        + use
+        + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250+1], {%r249}; tcgen05.wait::st.sync.aligned; tcgen05.wait::ld.sync.aligned;"
+    )
+    program = kernel(assemble, body)
+    for seed in SEEDS:
+        found = {h.kind for h in program.launch("k", 1, 128, seed=seed).hazards}
+        assert found == (set() if ordered else {"race"})
