@@ -229,6 +229,10 @@ def run_command(
     try:
         result = _run(Path(file), entry, grid, block, smem, seed, ignore, args, check, profile, progress)
     except (UsageError, PtxError, LaunchError) as error:
+        # What was found before a launch was given up is often why.
+        for hazard in error.hazards if isinstance(error, PtxError) else ():
+            if hazard.kind not in ignore:
+                print(hazard, file=err)
         print(f"fa4gen emulate: {error}", file=err)
         return 2
     if result.profile is not None:

@@ -173,7 +173,8 @@ class Program:
         the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
         axis (the entry's .reqnctapercluster, or one CTA, when left out), observer is told what happens, profile counts
         shared-memory wavefronts and bytes by engine. Arrays are written in place.
-        LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed.
+        LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed (its `hazards`
+        hold what was found before).
         """
         kernel = self.entries.get(entry)
         if kernel is None:
@@ -205,8 +206,12 @@ class Program:
             memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
             cluster=cluster3, profile=Profile() if profile else None,
         )  # fmt: skip
-        with np.errstate(all="ignore"):
-            run.run()
+        try:
+            with np.errstate(all="ignore"):
+                run.run()
+        except PtxError as error:
+            error.hazards = run.reporter.hazards()
+            raise
         return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers, run.profile)
 
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .hazards import Hazard
 
 
 class PtxError(ValueError):
@@ -20,6 +24,8 @@ class PtxError(ValueError):
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(f"PTX line {line}: {message}" if line else message)
         self.line = line
+        self.hazards: list[Hazard] = []
+        """What the checks had found when a launch was given up."""
 
 
 TYPE_BYTES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fa4gen.codegen.emulator import Uninitialized
+from fa4gen.codegen.emulator import PtxError, Uninitialized
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -284,3 +284,10 @@ def test_spinning_on_what_a_bulk_store_writes_ends(assemble):
     program = assemble(body, "flag", shared=SHARED)
     for seed in SEEDS:
         assert kinds(program, [np.zeros(4, np.uint32)], 32, seed) == {"race"}
+
+
+def test_findings_before_an_instruction_that_cannot_be_executed_are_kept(assemble):
+    program = assemble("st.global.u32 [%rd60+4], %tid; bar.sync 0; trap;", "a")
+    with pytest.raises(PtxError, match="trap") as error:
+        program.launch("k", 1, 64, 0, [np.zeros(2, np.uint32)])
+    assert {hazard.kind for hazard in error.value.hazards} == {"race"}
