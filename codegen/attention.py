@@ -12,8 +12,8 @@ import numpy as np
 from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
-from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, symbol
-from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry
+from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, derive, entry_configs, symbol
+from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
 
 if TYPE_CHECKING:
     from .backends import Argument
@@ -56,6 +56,18 @@ def tiling(tile_rows: int, q_len: int, group: int) -> Tiling:
     positions = tile_rows // heads
     tiles_per_position = -(-group // tile_rows)
     return Tiling(heads, positions, tiles_per_position, -(-q_len // positions) * tiles_per_position)
+
+
+def entry_config(config: Config, arch: str, q_len: int, group: int) -> Config:
+    """The config of the entry that runs q_len positions of `group` query heads per KV head: with the fewest tiles, then the smallest ones.
+
+    Every tile reads all keys and values, and rows without a query are work for nothing. Which entry runs depends on the sequence's own
+    q_len and group only, never on its batch: results that must not change with the batch need that.
+    """
+    entries = entry_configs(config, arch)
+    if len(entries) == 1:
+        return entries[0]
+    return min(entries, key=lambda entry: (tiling(derive(entry, arch).tile_rows, q_len, group).q_tiles, entry.tile_rows))
 
 
 @dataclass(frozen=True)
@@ -116,13 +128,14 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     geo = _sm90(geo)
     out_type = config.out_dtype
     swizzle = f"{SWIZZLE_BYTES}-byte swizzle, zero fill"
+    out_swizzle = "no swizzle" if isinstance(geo, Sm90KeySplitGeometry) else swizzle
     query = f"[batch][kv_heads][q_len][group][{geo.depth}], box 1 x 1 x positions x heads x"
     key = f"[batch][kv_heads][{geo.depth // 64}][keys][64], box 1 x 1 x {geo.slot_chunks} x {geo.block_keys} x 64"
     arguments = [
         ("q_map", "CUtensorMap", f"Q {config.dtype} {query} 64, {swizzle}"),
         ("k_map", "CUtensorMap", f"K {config.dtype} {key}, {swizzle}"),
         ("v_map", "CUtensorMap", "V, as k_map"),
-        ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {swizzle}"),
+        ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {out_swizzle}"),
         ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
         ("batch", "unsigned", "sequences"),
         ("q_len", "unsigned", "query positions of each sequence"),
@@ -133,7 +146,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
         ("partitions", "unsigned", f"partitions that cover the keys, at most {geo.max_partitions}; 1 needs no workspace"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
-        ("partial_lse", "float*", "workspace, [query tiles * partitions][32] float32: log2 of the LSE of each partition"),
+        ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
         ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
     ]
     return {
@@ -200,14 +213,14 @@ def attention_launch(
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
         _key_map(geo, k),
         _key_map(geo, v),
-        query_map(out, kv_heads, tiles, geo.out_chunk_cols, SWIZZLE_BYTES),
+        query_map(out, kv_heads, tiles, geo.out_chunk_cols, 0 if isinstance(geo, Sm90KeySplitGeometry) else SWIZZLE_BYTES),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
         np.uint32(split.tiles),
         np.uint32(split.partitions),
         Uninitialized(np.empty((parts, geo.tile_rows * geo.depth), np.float32)),
-        Uninitialized(np.empty((parts, WARP_THREADS), np.float32)),
+        Uninitialized(np.empty((parts, _lse_rows(geo)), np.float32)),
         np.zeros(query_tiles, np.uint32),
     )
     return Launch(symbol(config, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
@@ -240,6 +253,11 @@ def check_arrays(
     if not math.isfinite(scale):
         raise ValueError(f"scale {scale} is not finite")
     return group, scale
+
+
+def _lse_rows(geo: Sm90Geometry) -> int:
+    """LSEs of a partition in the workspace: one a row, in shared-key one a lane."""
+    return geo.tile_rows if isinstance(geo, Sm90KeySplitGeometry) else WARP_THREADS
 
 
 def _sm90(geo: Geometry) -> Sm90Geometry:

@@ -1,6 +1,7 @@
 """sm_90a: accumulators in wgmma registers, K and V through TMA rings, one ring a consumer warpgroup.
 
-Both MMAs have their operands swapped, so that the few query rows are N: S^T[64 keys x rows] = K . Q^T and O^T[depth x rows] += V^T . P^T.
+Shared-key: both MMAs have their operands swapped, so that the few query rows are N: S^T[64 keys x rows] = K . Q^T and
+O^T[depth x rows] += V^T . P^T. Key-split: one warp (m_pack 4) or two (m_pack 2) work alone on a key tile by mma.sync, one ring a part.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import WARPGROUP_THREADS, Config, register_rules, require
-from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, Geometry, Region, common, place
+from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, WGMMA_TILE_ROWS, Geometry, Region, common, place
 
 MMA_M = 64
 MMA_K = 16
@@ -22,6 +23,7 @@ REGISTER_STEP = 8
 P_BUFFERS = 2
 LAST_BYTES = 16  # a flag for the consumers and one for each producer
 MAX_PARTITIONS = 64
+KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
 MIN_SLOTS_PER_RING = 2
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 
@@ -30,6 +32,8 @@ register_rules(
         "wgmma-key-tile": "on sm_90a a key tile is 64 keys, the M of wgmma",
         "wgmma-tile-rows": "on sm_90a tile_rows is the N of wgmma in the full kernel: 8, 16 or 32",
         "ring-per-warpgroup": "on sm_90a every warpgroup has a ring of its own: ring_slots is a multiple of warpgroups",
+        "ring-per-part": "on sm_90a every part of a key-split warpgroup has a ring of its own: ring_slots is a multiple of m_pack",
+        "key-split-warpgroups": "on sm_90a a key-split kernel has one consumer warpgroup: the O of a second one leaves no room for a ring",
     }
 )
 
@@ -103,18 +107,48 @@ class Sm90Geometry(Geometry):
         raise KeyError(name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sm90KeySplitGeometry(Sm90Geometry):
+    """What key-split adds. What Sm90Geometry says of P tiles, wgmma accumulators and pieces of O does not apply and is 0.
+
+    part_warps: warps of a part, rows / 32, each with the 32 rows of the part that its lanes stand for; row_warps: those of them whose rows
+        carry queries, so the warps that read a ring slot
+    warp_rows: rows of a tile that such a warp works on; row_blocks: 8 of them a block, the N of P.V
+    m_tiles: 16 rows each, the M of Q.K (8 rows fill half of one)
+    key_steps: steps in which a warp works through a key tile; with 32 rows of depth 128, registers hold the scores of half a tile only
+    key_blocks, depth_blocks, depth_steps: 8 keys of a step (N of Q.K), 16 depth columns (M of P.V), 16 depth columns (K of Q.K)
+    partial_floats: of a partition's O in the workspace; merge_partitions: partitions that the staging area holds at once in their merge
+    merge_row_quads: float4s of O that a thread merges
+    """
+
+    part_warps: int
+    row_warps: int
+    warp_rows: int
+    row_blocks: int
+    m_tiles: int
+    key_steps: int
+    key_blocks: int
+    depth_blocks: int
+    depth_steps: int
+    partial_floats: int
+    merge_partitions: int
+    merge_row_quads: int
+
+
 def derive_sm90(config: Config) -> Sm90Geometry:
     """The sm_90a geometry. Raises ConfigError naming the rule that the config breaks.
 
-    Key-split and m_pack 2 configs get one too: their unit kernels use its common part, and no full kernel is made from the rest.
+    Shared-key configs with m_pack 2 get one too: their unit kernels use its common part, and no full kernel is made from the rest.
     """
+    if not config.shared_key:
+        return _derive_key_split(config)
     shape = common(config)
     depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
-    has_kernel = config.shared_key and config.m_pack == 4
+    has_kernel = config.m_pack == 4
     tile_rows = shape["tile_rows"]
     remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
     require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
-    require(not has_kernel or tile_rows in (8, 16, 32), "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
+    require(not has_kernel or tile_rows in WGMMA_TILE_ROWS, "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
 
     slot_depth = min(depth, SLOT_DEPTH)
     slot_chunks = slot_depth * OPERAND_BYTES // SWIZZLE_BYTES
@@ -223,4 +257,119 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         piece_blocks=piece_blocks,
         piece_bytes=piece_blocks * block_floats * F32_BYTES,
         smem_map=smem_map,
+    )
+
+
+def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
+    shape = common(config)
+    m_pack, rows, depth, tile_rows, out_bytes = (shape[key] for key in ("m_pack", "rows", "depth", "tile_rows", "out_bytes"))
+    remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
+    require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
+    remedy = "use 1, leave it out, or list only sm_100a"
+    require(config.warpgroups in (None, 1), "key-split-warpgroups", "warpgroups", config.warpgroups, remedy)
+    shape["warpgroups"] = 1
+
+    slot_chunks = depth * OPERAND_BYTES // SWIZZLE_BYTES
+    slot_bytes = slot_chunks * MMA_M * SWIZZLE_BYTES
+    q_chunk_bytes = tile_rows * SWIZZLE_BYTES
+    q_bytes = tile_rows * depth * OPERAND_BYTES
+    partial_floats = tile_rows * depth
+
+    def smem_map_for(slots: int, q_buffers: int) -> tuple[Region, ...]:
+        # Swizzled regions come first: all are multiples of the 1 KiB pattern, so each starts on it.
+        return place(
+            [
+                ("ring", slots * slot_bytes),
+                ("q", q_buffers * q_bytes),
+                ("stage", shape["combine_stage_bytes"]),
+                ("out", rows * depth * out_bytes),
+                ("maxsum", shape["combine_ml_bytes"]),
+                ("weights", MAX_PARTITIONS * tile_rows * F32_BYTES),
+                ("mbar_full", slots * MBARRIER_BYTES),
+                ("mbar_empty", slots * MBARRIER_BYTES),
+                ("mbar_q_full", q_buffers * MBARRIER_BYTES),
+                ("mbar_q_empty", q_buffers * MBARRIER_BYTES),
+                ("mbar_merge", MBARRIER_BYTES),
+            ]
+        )
+
+    def most_slots(q_buffers: int) -> int:
+        free = SMEM_LIMIT_BYTES - smem_map_for(0, q_buffers)[-1].end
+        return free // (slot_bytes + 2 * MBARRIER_BYTES) // m_pack * m_pack
+
+    q_buffers = 2 if most_slots(2) * slot_bytes >= SECOND_Q_RING_BYTES else 1
+    most = most_slots(q_buffers)
+    floor = MIN_SLOTS_PER_RING * m_pack
+    ring_slots = config.ring_slots or most
+    key, value = ("ring_slots", ring_slots) if config.ring_slots is not None else ("ov_depth", depth)
+    remedy = f"use a multiple of {m_pack} from {floor} to {most}"
+    require(ring_slots % m_pack == 0, "ring-per-part", key, value, remedy)
+    require(ring_slots >= floor, "ring-floor", key, value, remedy, f"{ring_slots} of at least {floor}")
+    smem_map = smem_map_for(ring_slots, q_buffers)
+    smem_bytes = smem_map[-1].end
+    require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", key, value, remedy, f"{ring_slots} slots need {smem_bytes:,}")
+
+    part_warps = rows // WARP_THREADS
+    warp_rows = min(tile_rows, WARP_THREADS)
+    key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
+    # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too few
+    # registers, and setmaxnreg gives back what producers do not need.
+    producer_warps = -(-(m_pack + 1) // 4) * 4
+    producer_registers = 40 if producer_warps > 4 else 0
+    return Sm90KeySplitGeometry(
+        arch="sm_90a",
+        **shape,
+        block_keys=MMA_M,
+        ring_slots=ring_slots,
+        slot_bytes=slot_bytes,
+        smem_bytes=smem_bytes,
+        mbarriers=2 * ring_slots + 2 * q_buffers + 1,
+        tmem_columns=0,
+        tmem_columns_allocated=0,
+        threads=WARPGROUP_THREADS + producer_warps * WARP_THREADS,
+        producer_warps=producer_warps,
+        consumer_registers=MAX_REGISTERS // REGISTER_STEP * REGISTER_STEP if producer_registers else 0,
+        producer_registers=producer_registers,
+        slots_per_ring=ring_slots // m_pack,
+        slot_chunks=slot_chunks,
+        tile_slots=1,
+        k_steps=MMA_M // MMA_K,
+        k_step_units=0,
+        v_step_units=0,
+        chunk_units=0,
+        q_chunk_units=0,
+        o_blocks=depth // MMA_M,
+        kept_blocks=0,
+        fragment=0,
+        lane_rows=0,
+        lane_rows_log2=0,
+        stmatrix_matrices=0,
+        stmatrix_count=0,
+        q_bytes=q_bytes,
+        q_buffers=q_buffers,
+        q_chunks=slot_chunks,
+        q_chunk_bytes=q_chunk_bytes,
+        p_tile_bytes=0,
+        p_buffers=0,
+        out_chunk_cols=shape["out_k"],
+        out_chunks=depth // shape["out_k"],
+        out_region="out",
+        merge_bytes=0,
+        max_partitions=MAX_PARTITIONS,
+        block_floats=0,
+        piece_blocks=0,
+        piece_bytes=0,
+        smem_map=smem_map,
+        part_warps=part_warps,
+        row_warps=-(-tile_rows // WARP_THREADS),
+        warp_rows=warp_rows,
+        row_blocks=warp_rows // 8,
+        m_tiles=-(-warp_rows // 16),
+        key_steps=key_steps,
+        key_blocks=MMA_M // 8 // key_steps,
+        depth_blocks=depth // 16,
+        depth_steps=depth // MMA_K,
+        partial_floats=partial_floats,
+        merge_partitions=min(MAX_PARTITIONS, shape["combine_stage_bytes"] // (partial_floats * F32_BYTES)),
+        merge_row_quads=partial_floats // 4 // WARPGROUP_THREADS,
     )

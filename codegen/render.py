@@ -13,12 +13,18 @@ from typing import Any
 import jinja2
 
 from .config import Config
-from .geometry import OUT_CTYPES, derive, functions, symbol
+from .geometry import OUT_CTYPES, derive, entry_configs, functions, symbol
 from .text import one_line
 
 HEADER_TEMPLATE = "functions/header.cuh.j2"
 UNIT_TEMPLATE = "unit/unit.cu.j2"
-ATTENTION_TEMPLATES = {"sm_90a": "kernels/attention_sm90a.cu.j2", "sm_100a": "kernels/attention_sm100a.cu.j2"}
+# By target and shared_key.
+ATTENTION_TEMPLATES = {
+    ("sm_90a", True): "kernels/attention_sm90a.cu.j2",
+    ("sm_90a", False): "kernels/attention_sm90a_ks.cu.j2",
+    ("sm_100a", True): "kernels/attention_sm100a.cu.j2",
+    ("sm_100a", False): "kernels/attention_sm100a.cu.j2",
+}
 
 
 class RenderError(ValueError):
@@ -55,7 +61,7 @@ def template_source(name: str) -> str:
 
 
 def has_attention(config: Config, arch: str) -> bool:
-    """Whether the full kernel of `config` is generated for `arch`: always on sm_100a; on sm_90a so far in shared-key with m_pack 4."""
+    """Whether the full kernel of `config` is generated for `arch`: always, except on sm_90a in shared-key with m_pack 2."""
     return arch == "sm_100a" or (config.shared_key and config.m_pack == 4)
 
 
@@ -66,7 +72,7 @@ def targets(config: Config, arch: str) -> dict[str, tuple[str, bool, str | None]
         files[f"{function}.cuh"] = (f"functions/{function}.cuh.j2", True, function)
     files["unit.cu"] = (UNIT_TEMPLATE, False, None)
     if has_attention(config, arch):
-        files["attention.cu"] = (ATTENTION_TEMPLATES[arch], False, None)
+        files["attention.cu"] = (ATTENTION_TEMPLATES[arch, config.shared_key], False, None)
     return files
 
 
@@ -130,6 +136,8 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
         "function": function,
         "stream": stream,
         "symbol": symbol(config, arch),
+        # The entries of attention.cu, which differ in the rows of their tiles.
+        "tiles": [{"geo": derive(entry, arch), "symbol": symbol(entry, arch)} for entry in entry_configs(config, arch)],
         "out_ctype": OUT_CTYPES[config.out_dtype],
         "use": use,
         "banner": lambda title: _banner(config, arch, template, title),
