@@ -181,6 +181,12 @@ class Problem:
         )
 
 
+@cache
+def emulator(seed: int) -> EmulatorBackend:
+    """One a seed: it keeps the programs that it has parsed."""
+    return EmulatorBackend(seed=seed)
+
+
 def run(
     config: Config, text: str | None = None, *, seed: int = 0, scale: float | None = None, partition_keys: Any = None, **shape: Any
 ) -> str:
@@ -189,24 +195,26 @@ def run(
     compiled = module(config) if text is None else compiler.compile_source(text, "sm_100a", "attention.cu")
     try:
         launch = problem.launch(scale=scale, partition_keys=partition_keys)
-        hazards = EmulatorBackend(seed=seed).run(Compiled("sm_100a", compiled.ptx), launch).hazards
+        hazards = emulator(seed).run(Compiled("sm_100a", compiled.ptx), launch).hazards
     except BackendError:
         return "refused"
     kinds = " ".join(sorted({hazard.kind for hazard in hazards or ()}))
     return kinds or ("" if problem.right(config.ov_depth**-0.5 if scale is None else scale) else "value")
 
 
+KERNELS = tuple(name for name in CONFIGS if name != "d128_nofma")  # test_seeds has both use_fma
+
 # Edges of the key tile (256), of the P stages (32, 64 keys of a part), of the key chunk (64), and of the last MMA (16).
 EDGES = (1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 255, 256, 257, 320, 321, 512, 513, 769, 2100)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_edge_of_the_keys(name: str) -> None:
     config = variant(name)
     assert {keys: found for keys in EDGES if (found := run(config, keys=keys, q_len=1, group=3))} == {}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_edge_of_the_keys_causal(name: str) -> None:
     config = variant(name, mask="causal")
     # 20 positions: some rows end in every key chunk that the tile's first row does not reach.
@@ -214,10 +222,10 @@ def test_every_edge_of_the_keys_causal(name: str) -> None:
 
 
 @pytest.mark.parametrize("use_fma", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_seeds(name: str, use_fma: bool) -> None:
     config = variant(name, use_fma=use_fma)
-    assert [run(config, seed=seed, keys=600 + 200 * seed, q_len=2, growth=5.0) for seed in range(5)] == [""] * 5
+    assert [run(config, seed=seed, keys=(520, 600, 769, 800, 1100)[seed], q_len=2, growth=5.0) for seed in range(5)] == [""] * 5
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,7 @@ def test_groups(name: str, group: int, kv_heads: int, q_len: int, batch: int, ma
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_partitions(name: str, mask: str) -> None:
     config = variant(name, mask=mask)
     # Three partitions, the last one short.
