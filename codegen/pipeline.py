@@ -114,6 +114,11 @@ class Content:
     until: str
 
 
+def described(config: Config, geo: Geometry) -> bool:
+    """Whether the tables here are of the full kernel of this config: the sm_90a ones are of the shared-key kernel."""
+    return isinstance(geo, Sm100Geometry) or config.shared_key
+
+
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +550,7 @@ __all__ = [
     "RingUse",
     "Role",
     "Unit",
+    "described",
     "epilogue",
     "mbarriers",
     "named_barriers",

@@ -136,6 +136,7 @@ def trace_attention(
     Raises RunError for a shape that is not possible, CompileError, InspectError where the kernel cannot be executed.
     """
     recorder, result, shape = record_attention(config, arch, options, progress)
+    config = launched(config, arch, options)
     geo = derive(config, arch)
     names = {barrier.offset: barrier.name for barrier in pipeline.mbarriers(geo)}
     uses: dict[tuple[int, int], list[str]] = {}
@@ -171,10 +172,25 @@ def trace_attention(
     return trace, result
 
 
+def launched(config: Config, arch: str, options: runner.RunOptions) -> Config:
+    """The config of the entry that the runner's input takes: `config`, with the rows of the tile where they depend on it."""
+    from ..attention import entry_config
+
+    problem = runner.attention_problem(config, options)
+    return entry_config(config, arch, problem.q.shape[1], problem.q.shape[2] // problem.k.shape[2])
+
+
 def record_attention(
-    config: Config, arch: str, options: runner.RunOptions, progress: Callable[[int], None] | None = None
+    config: Config,
+    arch: str,
+    options: runner.RunOptions,
+    progress: Callable[[int], None] | None = None,
+    **launch_options: Any,
 ) -> tuple[Recorder, LaunchResult, str]:
-    """Runs the full kernel on the emulator under a recorder: the recorder, the result, the shape in words."""
+    """Runs the full kernel on the emulator under a recorder: the recorder, the result, the shape in words.
+
+    launch_options: partition_keys, ctas, as attention_launch takes them. Raises RunError, CompileError, InspectError.
+    """
     from ..attention import attention_entry_info, attention_launch
     from ..emulator import LaunchError, Memory, Program, PtxError, TensorMap
     from ..emulator.memory import SHARED_START
@@ -185,7 +201,7 @@ def record_attention(
     compiled = runner.compiled_sources(config, arch)["attention.cu"]
     out = poisoned(problem.q.shape, DTYPES[config.out_dtype])
     lse = poisoned((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]), np.dtype(np.float32))
-    launch = attention_launch(config, geo, problem.q, problem.k, problem.v, out, lse)
+    launch = attention_launch(config, geo, problem.q, problem.k, problem.v, out, lse, **launch_options)
     arguments = [argument["name"] for argument in attention_entry_info(config, geo)["arguments"]]
     arrays = {
         id(value): name.removesuffix("_map") for name, value in zip(arguments, launch.args, strict=True) if isinstance(value, TensorMap)

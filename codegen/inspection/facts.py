@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,8 @@ from typing import Any
 
 from .. import artifacts, compiler, pipeline, render
 from ..config import Config
-from ..geometry import Geometry, derive, symbol
+from ..attention import attention_entry_info
+from ..geometry import Geometry, derive
 from ..render import has_attention
 
 WALK_TILES = 4
@@ -58,23 +60,23 @@ def gather(config: Config, arch: str) -> Facts:
 
 
 def _resources(config: Config, arch: str) -> tuple[dict[str, Mapping[str, int]], str]:
-    """Entry -> registers, spills and the rest: compiled now, or the manifest's where there is no compiler and the config is the same."""
+    """Entry -> registers, spills and the rest: compiled now, or the manifest's where there is no compiler and the sources are the same."""
+    sources = {name: text for name, text in render.render(config, arch).items() if name.endswith(".cu")}
     if compiler.nvrtc_version() is not None:
-        sources = {name: text for name, text in render.render(config, arch).items() if name.endswith(".cu")}
         modules = compiler.compile_all([(text, arch, name) for name, text in sources.items()])
         figures = {entry: asdict(kernel) for module in modules for entry, kernel in module.kernels.items()}
         return {entry: {key: kernel[key] for key in RESOURCES} for entry, kernel in figures.items()}, f"NVRTC {compiler.nvrtc_version()}"
     path = artifacts.default_out() / render.folder(config, arch) / artifacts.MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["config"] == config.model_dump(mode="json"):
+        if all(manifest["outputs"][name] == hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()):
             kernels: dict[str, Mapping[str, int]] = {
                 entry: {key: kernel[key] for key in RESOURCES} for entry, kernel in manifest["kernels"].items()
             }
             return kernels, f"the manifest of {render.folder(config, arch)}"
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return {}, "not known: NVRTC is not installed, and no manifest is of this config"
+    return {}, "not known: NVRTC is not installed, and no manifest is of these sources"
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def as_json(facts: Facts) -> dict[str, Any]:
     }
     if facts.attention:
         result["attention"] = {
-            "entry": symbol(config, facts.arch),
+            "entry": attention_entry_info(config, geo)["name"],
             "roles": [asdict(role) for role in pipeline.roles(geo)],
             "tmem": [_content(content) for content in pipeline.tmem_contents(geo)],
             "smem": [_content(content) for content in pipeline.smem_contents(config, geo)],

@@ -205,9 +205,12 @@ class Recorder(Observer):
 
     def landed(self, pending: Pending) -> None:
         _, flight = self._in_flight.pop(id(pending), (None, None))
-        self._landing = flight
-        if flight is not None:
-            flight.end = self.step
+        if flight is None:
+            return
+        flight.end = self.step
+        if flight.kind == "commit":
+            # What it waits for lands within it; then it arrives.
+            self._landing = flight
 
     def _slice(self, warp: Warp, kind: str, name: str, args: dict[str, Any]) -> Slice:
         result = Slice(warp.cta.index, warp.index, kind, name, self.step - 1, -1, args)
@@ -253,7 +256,11 @@ def chrome_trace(
     for cta, warp in warps:
         events.append({"ph": "M", "name": "thread_name", "pid": cta, "tid": warp, "args": {"name": row(warp)}})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": cta, "tid": warp, "args": {"sort_index": warp}})
-    slices = [Slice(cta, warp, "role", row(warp), 0, recorder.exits.get((cta, warp), recorder.step)) for cta, warp in warps]
+    # A warp whose idle lanes have left may still be at work, or be waiting in vain.
+    ends = {key: recorder.exits.get(key, recorder.step) for key in warps}
+    for item in recorder.slices:
+        ends[item.cta, item.warp] = max(ends[item.cta, item.warp], item.end)
+    slices = [Slice(cta, warp, "role", row(warp), 0, end) for (cta, warp), end in ends.items()]
     for item in recorder.slices:
         if item.kind == "wait":
             item.name = f"wait {mbarrier(item.args['mbarrier'])}"
