@@ -17,7 +17,7 @@ from fa4gen.codegen import attention_sm100, compiler, reference, render
 from fa4gen.codegen.attention import attention_entry_info, attention_launch
 from fa4gen.codegen.backends import BackendError, Compiled, Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
-from fa4gen.codegen.config import Config, disabled_rules, load_shipped, parse_config
+from fa4gen.codegen.config import Config, ConfigError, disabled_rules, load_shipped, parse_config
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 
@@ -190,12 +190,14 @@ def emulator(seed: int) -> EmulatorBackend:
 def run(
     config: Config, text: str | None = None, *, seed: int = 0, scale: float | None = None, partition_keys: Any = None, **shape: Any
 ) -> str:
-    """What is wrong with a run: kinds of hazards, "value", "refused", or nothing."""
+    """What is wrong with a run: kinds of hazards, "value", "refused", "not compiled", or nothing."""
     problem = Problem(config, **shape)
-    compiled = module(config) if text is None else compiler.compile_source(text, "sm_100a", "attention.cu")
     try:
+        compiled = module(config) if text is None else compiler.compile_source(text, "sm_100a", "attention.cu")
         launch = problem.launch(scale=scale, partition_keys=partition_keys)
         hazards = emulator(seed).run(Compiled("sm_100a", compiled.ptx), launch).hazards
+    except compiler.CompileError:
+        return "not compiled"
     except BackendError:
         return "refused"
     kinds = " ".join(sorted({hazard.kind for hazard in hazards or ()}))
@@ -351,18 +353,34 @@ def test_a_removed_safeguard_shows(mutant: str) -> None:
     assert any(run(config, broken, seed=seed, **shape) for seed in range(3) for shape in shapes)
 
 
-# Rule -> (config, fields one step inside, fields one step outside).
-TIGHT = {
+# Rule -> (config, fields one step inside, fields one step outside, how that fails).
+TIGHT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    # S and O of two warpgroups take 640 columns.
+    "tmem-columns": (
+        "d256_m2",
+        {"ov_depth": 512, "warpgroups": 1},
+        {"ov_depth": 512, "block_keys": 128, "ring_slots": 3},
+        "tmem_allocation",
+    ),
+    "smem-bytes": ("d512", {"ring_slots": 4}, {"ring_slots": 5}, "refused"),
+    # A stage of P would be half an MMA of 16 keys.
+    "key-chunk-steps": ("d128", {"block_keys": 128}, {"block_keys": 64}, "not compiled"),
+    # Two slots of K depth and four of V: S lacks half of the depth.
+    "ring-walk": ("d256", {}, {"qk_depth": 128}, "value"),
     # Stage 0 of P.V holds the first slot of a V tile and waits for the second.
-    "ring-floor": ("d64", {"ov_depth": 128, "ring_slots": 5}, {"ov_depth": 128, "ring_slots": 1}),
-    # The staging would reach into the rescaling factors, the mbarriers and the TMEM address.
-    "epilogue-arena": ("d128", {"ring_slots": 5}, {"ring_slots": 4}),
+    "ring-floor": ("d128", {"ring_slots": 5}, {"ring_slots": 1}, "deadlock"),
+    # The staging reaches into the rescaling factors, the mbarriers and the tensor memory address.
+    "epilogue-arena": ("d128", {"ring_slots": 5}, {"ring_slots": 4}, ""),
 }
 
 
 @pytest.mark.parametrize("rule", TIGHT)
 def test_rules_are_tight(rule: str) -> None:
-    name, inside, outside = TIGHT[rule]
-    assert run(variant(name, **inside), keys=1300) == ""
-    with disabled_rules("ring-floor", "epilogue-arena"):
-        assert any(run(variant(name, **outside), seed=seed, keys=1300) for seed in range(3))
+    name, inside, outside, failure = TIGHT[rule]
+    assert run(variant(name, **inside), keys=700) == ""
+    with pytest.raises(ConfigError):
+        variant(name, **outside)
+    with disabled_rules(*TIGHT, "equal-depths"):
+        found = run(variant(name, **outside), keys=700)
+    assert found
+    assert failure in found
