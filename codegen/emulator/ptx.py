@@ -17,11 +17,16 @@ import numpy as np
 if TYPE_CHECKING:
     from .hazards import Hazard
 
+MAX_MESSAGE = 300
+"""Characters of an error, which may quote names of any length."""
+
 
 class PtxError(ValueError):
     """PTX that cannot be parsed or executed: one line, with the PTX line number where there is one."""
 
     def __init__(self, message: str, line: int = 0) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = message[:MAX_MESSAGE] + "..."
         super().__init__(f"PTX line {line}: {message}" if line else message)
         self.line = line
         self.hazards: list[Hazard] = []
