@@ -16,7 +16,7 @@ from typing import Any
 
 from .compiler import PINNED_NVRTC, Module, compile_all, nvrtc_version
 from .config import Config
-from .geometry import derive, symbol
+from .geometry import derive
 from .render import Rendered, folder, has_attention, render_files, template_source
 from .text import one_line
 
@@ -73,10 +73,9 @@ def entry_info(config: Config, arch: str) -> dict[str, dict[str, Any]]:
     geo = derive(config, arch)
     info = {entry: {"file": "unit.cu", **facts} for entry, facts in unit_entry_info(config, geo).items()}
     if has_attention(config, arch):
-        from .attention import attention_entry_info
+        from .attention import attention_entry_infos
 
-        facts = dict(attention_entry_info(config, geo))
-        info[facts.pop("name", symbol(config, arch))] = {"file": "attention.cu", **facts}
+        info |= {facts.pop("name"): {"file": "attention.cu", **facts} for facts in attention_entry_infos(config, arch)}
     return info
 
 
@@ -236,6 +235,8 @@ def check(configs: Iterable[Config], root: Path | None = None, *, whole: bool = 
     there should be, so other folders in the tree are reported too. Raises ConfigError, RenderError, CompileError, EmitError, OSError.
     """
     root = default_out() if root is None else root
+    if not root.is_dir():
+        raise EmitError(f"{root}: no generated tree there (fa4gen emit makes one)")
     configs = list(configs)
     result = CheckResult()
     release = nvrtc_version()

@@ -120,7 +120,10 @@ def _waves(items: int, ctas: int) -> tuple[int, int]:
 
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
-    """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of the full kernel."""
+    """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of an entry.
+
+    Of several entries (see entry_configs) it is the one whose tiles have geo.tile_rows rows.
+    """
     if geo.arch == "sm_100a":
         from . import attention_sm100
 
@@ -150,7 +153,8 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
     ]
     return {
-        "name": symbol(config, geo.arch),
+        "name": symbol(_with_rows(config, geo), geo.arch),
+        "tile_rows": geo.tile_rows,
         "block": [geo.threads, 1, 1],
         "grid": [
             "at most query tiles * partitions CTAs: "
@@ -162,6 +166,11 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         "smem_bytes": geo.smem_bytes,
         "arguments": [{"name": name, "type": kind, "meaning": meaning} for name, kind, meaning in arguments],
     }
+
+
+def attention_entry_infos(config: Config, arch: str) -> list[dict[str, Any]]:
+    """attention_entry_info of every entry of attention.cu."""
+    return [attention_entry_info(entry, derive(entry, arch)) for entry in entry_configs(config, arch)]
 
 
 def attention_launch(
@@ -192,10 +201,11 @@ def attention_launch(
 
         ctas = attention_sm100.B200_SMS if ctas is None else ctas
         return attention_sm100.attention_launch(config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys)
-    geo = _sm90(geo)
     ctas = H200_SMS if ctas is None else ctas
     group, scale = check_arrays(config, q, k, v, out, lse, scale)
     batch, q_len = q.shape[:2]
+    entry = entry_config(config, geo.arch, q_len, group)
+    geo = _sm90(geo if entry == config else derive(entry, geo.arch))
     keys, kv_heads = k.shape[1:3]
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
@@ -223,7 +233,7 @@ def attention_launch(
         Uninitialized(np.empty((parts, _lse_rows(geo)), np.float32)),
         np.zeros(query_tiles, np.uint32),
     )
-    return Launch(symbol(config, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+    return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 
 
 def check_arrays(
@@ -258,6 +268,11 @@ def check_arrays(
 def _lse_rows(geo: Sm90Geometry) -> int:
     """LSEs of a partition in the workspace: one a row, in shared-key one a lane."""
     return geo.tile_rows if isinstance(geo, Sm90KeySplitGeometry) else WARP_THREADS
+
+
+def _with_rows(config: Config, geo: Geometry) -> Config:
+    entries = entry_configs(config, geo.arch)
+    return entries[0] if len(entries) == 1 else next(entry for entry in entries if entry.tile_rows == geo.tile_rows)
 
 
 def _sm90(geo: Geometry) -> Sm90Geometry:

@@ -21,6 +21,7 @@ MAX_MMA_N = 256
 MAX_ACCUMULATOR_READ_COLS = 64
 MIN_TMEM_ALLOCATION = 32
 OUT_STORE_BYTES = 16
+WGMMA_TILE_ROWS = (8, 16, 32)  # values of N that the shared-key kernel for sm_90a is made for
 OUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OUT_CTYPES = {"bfloat16": "fa4_bf16", "float16": "fa4_f16", "float32": "float"}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -183,6 +184,16 @@ def functions(config: Config) -> tuple[Function, ...]:
     return ("exchange4", "level0") if config.shared_key else ("combine",)
 
 
+def entry_configs(config: Config, arch: str) -> tuple[Config, ...]:
+    """The config of each entry of attention.cu, by tile rows: `config` itself, or, where tile_rows is left to the launch, one for each.
+
+    The shared-key kernel for sm_90a has a choice: the tile rows are the N of its MMAs.
+    """
+    if arch != "sm_90a" or not config.shared_key or config.m_pack != 4 or config.tile_rows is not None:
+        return (config,)
+    return tuple(config.model_copy(update={"tile_rows": rows}) for rows in WGMMA_TILE_ROWS)
+
+
 def symbol(config: Config, arch: str, kind: str = "attention") -> str:
     """The name of a kernel: `fa4_attention_d512_m4r32_sk_bf16_sm100a`; what differs from the defaults is spelled out before the target."""
     parts = [
@@ -206,4 +217,18 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
     return "_".join(parts)
 
 
-__all__ = ["ARCHES", "Common", "Function", "Geometry", "Region", "all_rules", "common", "derive", "functions", "place", "symbol"]
+__all__ = [
+    "ARCHES",
+    "WGMMA_TILE_ROWS",
+    "Common",
+    "Function",
+    "Geometry",
+    "Region",
+    "all_rules",
+    "common",
+    "derive",
+    "entry_configs",
+    "functions",
+    "place",
+    "symbol",
+]

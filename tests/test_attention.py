@@ -15,12 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa4gen.codegen import compiler, reference
-from fa4gen.codegen.attention import Split, attention_entry_info, attention_launch, auto_split, fixed_split, tiling
+from fa4gen.codegen.attention import (
+    Split,
+    attention_entry_info,
+    attention_entry_infos,
+    attention_launch,
+    auto_split,
+    entry_config,
+    fixed_split,
+    tiling,
+)
 from fa4gen.codegen.backends import Compiled, Launch
 from fa4gen.codegen.backends.cuda import CudaBackend
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, parse_config
-from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive
+from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive, entry_configs, symbol
 from fa4gen.codegen.geometry_sm90 import REGISTERS_PER_SM, Sm90Geometry, derive_sm90
 from fa4gen.codegen.render import render
 
@@ -30,10 +39,10 @@ OUT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4}
 SHAPES = [(depth, rows, warpgroups) for depth in (64, 128, 256, 512) for rows in (8, 16, 32) for warpgroups in (1, 2)]
 
 
-def config(depth: int = 64, tile_rows: int = 8, warpgroups: int = 1, **fields: Any) -> Config:
-    return parse_config(
-        {"name": "t", "shared_key": True, "arch": ["sm_90a"], "ov_depth": depth, "tile_rows": tile_rows, "warpgroups": warpgroups, **fields}
-    )
+def config(depth: int = 64, tile_rows: int | None = 8, warpgroups: int = 1, **fields: Any) -> Config:
+    fields = {"ov_depth": depth, "tile_rows": tile_rows, "warpgroups": warpgroups, **fields}
+    given = {key: value for key, value in fields.items() if value is not None}
+    return parse_config({"name": "t", "shared_key": True, "arch": ["sm_90a"]} | given)
 
 
 def geometry(c: Config) -> Sm90Geometry:
@@ -143,17 +152,35 @@ def test_the_kernel_compiles_without_spills(depth, rows, warpgroups):
     assert not re.search(r"\(C75\d\d\)|warning", module.log)
 
 
-def test_the_source_includes_nothing_and_states_its_arguments():
-    c = config(512, 32, 2)
+@pytest.mark.parametrize("rows", [32, None])
+def test_the_source_includes_nothing_and_states_its_arguments(rows):
+    c = config(512, rows, 2)
     text = source(c)
     assert "#include" not in text
     assert "do not edit" in text.lower()
-    info = attention_entry_info(c, geometry(c))
-    declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
-    assert declaration is not None
-    names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
-    assert names == [argument["name"] for argument in info["arguments"]]
-    assert info["smem_bytes"] == geometry(c).smem_bytes
+    infos = attention_entry_infos(c, "sm_90a")
+    assert text.count("__global__") == len(infos)
+    for info in infos:
+        declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
+        assert declaration is not None
+        names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
+        assert names == [argument["name"] for argument in info["arguments"]]
+        assert info["smem_bytes"] == geometry(c.model_copy(update={"tile_rows": info["tile_rows"]})).smem_bytes
+
+
+def test_tile_rows_left_to_the_launch_give_an_entry_each():
+    c = config(64, None, 1)
+    assert [entry.tile_rows for entry in entry_configs(c, "sm_90a")] == [8, 16, 32]
+    assert entry_configs(config(64, 16), "sm_90a") == (config(64, 16),)
+    module = compiler.compile_source(source(c), "sm_90a", "attention.cu")
+    names = [info["name"] for info in attention_entry_infos(c, "sm_90a")]
+    assert sorted(names) == sorted(module.kernels)
+    assert [name.split("_")[-2] for name in names] == ["t8", "t16", "t32"]
+    # Each is what a config that gives its rows has: the same instructions under the same name.
+    alone = compiler.compile_source(source(config(64, 16, 1)), "sm_90a", "attention.cu")
+    assert alone.kernels[names[1]] == module.kernels[names[1]]
+    # One info of the config itself is that of its largest tile.
+    assert attention_entry_info(c, geometry(c))["name"] == names[2]
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -169,6 +196,31 @@ def test_tiles_cover_every_query_row_once(tile_rows, q_len, group):
         head = tile % tiles.tiles_per_position * tile_rows
         seen[position : position + tiles.positions, head : head + tiles.heads] += 1
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("q_len", "group", "rows"),
+    # A tile that the rows fill; fewer tiles before smaller ones: 3 positions of 5 heads in 16 rows, 24 of 32 rows before twice 16.
+    [(1, 1, 8), (1, 8, 8), (1, 9, 16), (2, 8, 16), (3, 5, 16), (4, 8, 32), (5, 8, 32), (1, 24, 32), (1, 33, 32), (2, 12, 32), (7, 1, 8)],
+)
+def test_a_launch_takes_the_tile_that_fits(q_len, group, rows):
+    c = config(64, None, 1)
+    assert entry_config(c, "sm_90a", q_len, group).tile_rows == rows
+    # The batch, the keys and the split have no say: a sequence's result must not change with its batch.
+    entries = {
+        Problem(c, batch, q_len, keys, group, kv_heads).launch(partition_keys="auto").entry
+        for batch, keys, kv_heads in ((1, 70, 1), (3, 500, 1), (1, 5, 3))
+    }
+    assert entries == {symbol(c.model_copy(update={"tile_rows": rows}), "sm_90a")}
+    assert entry_config(config(64, 16), "sm_90a", q_len, group).tile_rows == 16
+
+
+@given(st.integers(1, 40), st.integers(1, 100))
+def test_no_other_tile_takes_fewer_tiles_or_less_padding(q_len, group):
+    chosen = entry_config(config(64, None), "sm_90a", q_len, group).tile_rows
+    assert chosen is not None
+    cost = {rows: (tiling(rows, q_len, group).q_tiles, rows) for rows in (8, 16, 32)}
+    assert cost[chosen] == min(cost.values())
 
 
 @given(st.sampled_from([64, 512]), st.sampled_from([8, 32]), st.integers(1, 2000), st.integers(1, 600), st.integers(1, 148))
@@ -244,6 +296,8 @@ CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]
     ({"warpgroups": 2, "depth": 128, "tile_rows": 16, "ring_slots": 4}, (1, 2, 130, 100, 1), {}),
     ({"warpgroups": 2, "depth": 256, "tile_rows": 16}, (1, 1, 250, 16, 1), {"partition_keys": 64, "ctas": 1}),
     ({"warpgroups": 2, "depth": 512, "tile_rows": 32}, (1, 4, 200, 8, 1), {}),
+    ({"tile_rows": None, "warpgroups": 1}, (2, 1, 150, 5, 1), {"ctas": 1}),
+    ({"tile_rows": None, "warpgroups": 2}, (1, 3, 260, 5, 1), {"partition_keys": 128}),
     ({"warpgroups": 1, "depth": 512, "tile_rows": 8, "ring_slots": 2}, (1, 1, 190, 8, 1), {"partition_keys": 128}),
 ]
 
@@ -326,12 +380,12 @@ MUTANTS = {
         "copies that read it.\n    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);",
         "copies that read it.",
     ),
-    "Q is overwritten while it is read": ("wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
+    "Q is overwritten while it is read": ("wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
     "a partition is announced before it is written": (
         "ptx_bar_sync(share.barrier, share.threads);\n    if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())\n        last[0]",
         "if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())\n        last[0]",
     ),
-    "padding rows of Q are left as they are": ("if (unit / 8 % TILE_ROWS >= used_rows)", "if (unit / 8 % TILE_ROWS > TILE_ROWS)"),
+    "padding rows of Q are left as they are": ("if (unit / 8 % Tile::ROWS >= used_rows)", "if (unit / 8 % Tile::ROWS > Tile::ROWS)"),
 }
 
 

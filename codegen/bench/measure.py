@@ -268,7 +268,6 @@ class Own:
         self.name, self.config, self.problem = name, config, problem
         gpu, cell = problem.gpu, problem.cell
         module = compiler.compile_source(source, gpu.backend.arch, "attention.cu")
-        self.resources = next(iter(module.kernels.values()))
         self._out = problem.array(problem.q.stand_in.shape, DTYPES[config.out_dtype])
         self._lse = problem.array((cell.batch, cell.heads, cell.q_len), np.float32)
         resident = (problem.q, problem.k, problem.v, self._out, self._lse)
@@ -276,6 +275,7 @@ class Own:
         geo = derive(config, gpu.backend.arch)
         launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys="auto")
         self.grid = launch.grid
+        self.resources = module.kernels[launch.entry]
         self._prepared = gpu.backend.prepare(Compiled(module.arch, module.ptx, module.cubin), launch, resident)
         self.enqueue = self._prepared.enqueue
         # Poison: what the kernel does not write reads as NaN.

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import artifacts, compiler, pipeline, render
-from ..config import Config
 from ..attention import attention_entry_info
+from ..config import Config
 from ..geometry import Geometry, derive
 from ..render import has_attention
 

@@ -4,17 +4,50 @@
 // Do not edit: change the template or the config, then run
 //     fa4gen emit --config d512
 //
-// One CTA works on tiles of 32 query rows (positions x heads of one KV head), 512 deep, over key tiles of 64 keys. Both MMAs have their
+// One CTA works on tiles of n query rows (positions x heads of one KV head), 512 deep, over key tiles of 64 keys. Both MMAs have their
 // operands swapped, so that the few query rows are N and the keys, then the depth, are M:
-//     S^T[64 keys x 32 rows]   = K . Q^T         A = K as loaded (K-major), B = Q (K-major)
-//     O^T[512 depth x 32 rows] += V^T . P^T       A = V as loaded (MN-major), B = P (K-major)
+//     S^T[64 keys x n rows]   = K . Q^T         A = K as loaded (K-major), B = Q (K-major)
+//     O^T[512 depth x n rows] += V^T . P^T       A = V as loaded (MN-major), B = P (K-major)
+// There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
 // The four warps of a consumer warpgroup hold four key slices of S^T and four depth bands of O^T (16 of every 64). They share the key tile,
-// so they agree on the row maximum of each tile (fa4_ws_exchange4_max) and on the row sum once, at the end (fa4_ws_exchange4_add).
+// so they agree on row maxima with every key tile (fa4_ws_exchange4_max) and on row
+// sums once, at the end (fa4_ws_exchange4_add).
 // The two consumer warpgroups take every other key tile, each with a ring, a softmax state and an O of its own; they merge at the end.
 //
-// Roles: 2 consumer warpgroups (attend), then 2 warps that fill rings of K and V (load_keys_values) and one for Q (load_queries).
+// Roles: 2 consumer warpgroups (attend), then 2 warps that fill their rings of K and V (load_keys_values), a warp for Q (load_queries), and
+// one without a role.
 //
-// Shared memory, bytes:
+// Shared memory of 8 rows, bytes:
+//           0  163840  ring
+//      163840   16384  q
+//      180224    4096  p
+//      184320   16384  merge_o
+//      200704     512  merge_ml
+//      201216    2048  exchange
+//      203264    8192  weights
+//      211456      16  last
+//      211472      80  mbar_full
+//      211552      80  mbar_empty
+//      211632      16  mbar_q_full
+//      211648      16  mbar_q_empty
+//      211664      16  mbar_verdict
+//      211680 in all
+// Shared memory of 16 rows, bytes:
+//           0  131072  ring
+//      131072   32768  q
+//      163840    8192  p
+//      172032   32768  merge_o
+//      204800     512  merge_ml
+//      205312    2048  exchange
+//      207360    8192  weights
+//      215552      16  last
+//      215568      64  mbar_full
+//      215632      64  mbar_empty
+//      215696      16  mbar_q_full
+//      215712      16  mbar_q_empty
+//      215728      16  mbar_verdict
+//      215744 in all
+// Shared memory of 32 rows, bytes:
 //           0   98304  ring
 //       98304   32768  q
 //      131072   16384  p
@@ -30,7 +63,8 @@
 //      223872      16  mbar_verdict
 //      223888 in all
 //
-// Barriers: 0, 1 exchange of a warpgroup; 2, 3 P or O of a warpgroup is in shared memory; 4 merge of the warpgroups; 0 once for the whole CTA, before the roles part.
+// Barriers: 0, 1 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2, 3 P or O of a
+// warpgroup is in shared memory; 4 what the two warpgroups do together.
 
 typedef unsigned short fa4_bf16;  // the bits of a bfloat16
 typedef unsigned short fa4_f16;   // the bits of a float16
@@ -38,66 +72,138 @@ struct alignas(64) fa4_tensor_map {
     unsigned char bytes[128];  // as cuTensorMapEncodeTiled made it
 };
 
-// Tile
-constexpr unsigned TILE_ROWS = 32;      // query rows, the N of both MMAs
 constexpr unsigned BLOCK_KEYS = 64;     // keys of a key tile: M of S^T, K of O^T
 constexpr unsigned DEPTH = 512;          // of a head
 constexpr unsigned WARPGROUPS = 2;      // consumers
 constexpr unsigned THREADS = 384;
-// Accumulators: a 64 x TILE_ROWS tile is TILE_ROWS / 2 registers a lane. Register 4 j + 2 h + v of lane 4 g + c in warp w is
-// M index 16 w + 8 h + g (a key, or a depth column), query row 8 j + 2 c + v.
-constexpr unsigned FRAGMENT = 16;
-constexpr unsigned LANE_ROWS = 8;       // query rows a lane sees: TILE_ROWS / 4, numbered i = 2 j + v
-constexpr unsigned LANE_ROWS_LOG2 = 3;
 constexpr unsigned O_BLOCKS = 8;        // DEPTH / 64
 constexpr unsigned K_STEPS = 4;         // wgmma along 64 of K: 64 / 16
 // Swizzled tiles: pieces of [rows][128 bytes], "chunks". The 16-byte unit u of row r lies at unit u ^ (r % 8).
 constexpr unsigned SLOT_CHUNKS = 2;       // 64-column chunks of a ring slot
 constexpr unsigned SLOT_BYTES = 16384;
 constexpr unsigned TILE_SLOTS = 4;        // slots of a K tile, and of a V tile
-constexpr unsigned RING_SLOTS = 6;       // of all rings
-constexpr unsigned SLOTS_PER_RING = 3;   // one ring a consumer warpgroup
 constexpr unsigned Q_CHUNKS = 8;
-constexpr unsigned Q_CHUNK_BYTES = 4096;  // TILE_ROWS x 128; a P tile has the same shape: TILE_ROWS x 64 keys
-constexpr unsigned Q_BYTES = 32768;
-constexpr unsigned Q_BUFFERS = 1;
 constexpr unsigned P_BUFFERS = 2;
 constexpr unsigned OUT_CHUNKS = 8;      // 128-byte wide chunks of the O tile
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
 constexpr unsigned KEPT_BLOCKS = 4;     // O blocks that warpgroup 0 finishes; warpgroup 1 finishes the others
-// Shared memory
-constexpr unsigned RING_OFFSET = 0;
-constexpr unsigned Q_OFFSET = 98304;
-constexpr unsigned P_OFFSET = 131072;
-constexpr unsigned MERGE_O_OFFSET = 147456;
-constexpr unsigned MERGE_ML_OFFSET = 212992;
-constexpr unsigned WEIGHTS_OFFSET = 215552;   // [64 partitions][32 lanes] float
-constexpr unsigned LAST_OFFSET = 223744;      // whether this CTA merges the partitions: for the consumers, for each producer
-constexpr unsigned EXCHANGE_OFFSET = 213504;
-constexpr unsigned FULL_OFFSET = 223760;      // [RING_SLOTS]
-constexpr unsigned EMPTY_OFFSET = 223808;
-constexpr unsigned Q_FULL_OFFSET = 223856;    // [Q_BUFFERS]
-constexpr unsigned Q_EMPTY_OFFSET = 223864;
-constexpr unsigned VERDICT_OFFSET = 223872;   // [WARPGROUPS]
 constexpr unsigned MBARRIER_BYTES = 8;
-// Split keys: a partition's O passes through global memory and the ring as it lies in the accumulators, in pieces of at most a slot.
-constexpr unsigned BLOCK_FLOATS = 2048;    // of an O block: FRAGMENT x 128 lanes
-constexpr unsigned PIECE_BLOCKS = 2;       // O blocks of a piece
-constexpr unsigned PIECE_BYTES = 16384;
 static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
+// What depends on the rows of a tile.
+// ROWS           query rows, the N of both MMAs
+// FRAGMENT       registers that a lane has of a 64 x ROWS accumulator. Register 4 j + 2 h + v of lane 4 g + c in warp w is M index
+//                16 w + 8 h + g (a key, or a depth column), query row 8 j + 2 c + v.
+// LANE_ROWS      query rows a lane sees: ROWS / 4, numbered i = 2 j + v
+// STMATRIX_*     8 x 8 matrices of one store, and stores of a fragment
+// RING_SLOTS     of all rings; SLOTS_PER_RING: one ring a consumer warpgroup
+// Q_CHUNK_BYTES  ROWS x 128; a P tile has the same shape: ROWS x 64 keys. Q_CHUNK_UNITS: in units of 16 bytes
+// BLOCK_FLOATS   of an O block: FRAGMENT x 128 lanes. With split keys a partition's O passes through global memory and the ring as it lies
+//                in the accumulators, PIECE_BLOCKS blocks at a time, which fill at most a slot
+// WEIGHTS        [64 partitions][32 lanes] float
+// LAST           whether this CTA merges the partitions, for the consumers and each producer
+// FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]
+struct Tile8 {
+    static constexpr unsigned ROWS = 8;
+    static constexpr unsigned FRAGMENT = 4;
+    static constexpr unsigned LANE_ROWS = 2;
+    static constexpr unsigned LANE_ROWS_LOG2 = 1;
+    static constexpr unsigned STMATRIX_MATRICES = 2;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 10;
+    static constexpr unsigned SLOTS_PER_RING = 5;
+    static constexpr unsigned Q_CHUNK_BYTES = 1024;
+    static constexpr unsigned Q_CHUNK_UNITS = 64;
+    static constexpr unsigned Q_BYTES = 8192;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned BLOCK_FLOATS = 512;
+    static constexpr unsigned PIECE_BLOCKS = 4;
+    static constexpr unsigned PIECE_BYTES = 8192;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 163840;
+    static constexpr unsigned P_OFFSET = 180224;
+    static constexpr unsigned MERGE_O_OFFSET = 184320;
+    static constexpr unsigned MERGE_ML_OFFSET = 200704;
+    static constexpr unsigned EXCHANGE_OFFSET = 201216;
+    static constexpr unsigned WEIGHTS_OFFSET = 203264;
+    static constexpr unsigned LAST_OFFSET = 211456;
+    static constexpr unsigned FULL_OFFSET = 211472;
+    static constexpr unsigned EMPTY_OFFSET = 211552;
+    static constexpr unsigned Q_FULL_OFFSET = 211632;
+    static constexpr unsigned Q_EMPTY_OFFSET = 211648;
+    static constexpr unsigned VERDICT_OFFSET = 211664;
+};
+struct Tile16 {
+    static constexpr unsigned ROWS = 16;
+    static constexpr unsigned FRAGMENT = 8;
+    static constexpr unsigned LANE_ROWS = 4;
+    static constexpr unsigned LANE_ROWS_LOG2 = 2;
+    static constexpr unsigned STMATRIX_MATRICES = 4;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 4;
+    static constexpr unsigned Q_CHUNK_BYTES = 2048;
+    static constexpr unsigned Q_CHUNK_UNITS = 128;
+    static constexpr unsigned Q_BYTES = 16384;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned BLOCK_FLOATS = 1024;
+    static constexpr unsigned PIECE_BLOCKS = 4;
+    static constexpr unsigned PIECE_BYTES = 16384;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 131072;
+    static constexpr unsigned P_OFFSET = 163840;
+    static constexpr unsigned MERGE_O_OFFSET = 172032;
+    static constexpr unsigned MERGE_ML_OFFSET = 204800;
+    static constexpr unsigned EXCHANGE_OFFSET = 205312;
+    static constexpr unsigned WEIGHTS_OFFSET = 207360;
+    static constexpr unsigned LAST_OFFSET = 215552;
+    static constexpr unsigned FULL_OFFSET = 215568;
+    static constexpr unsigned EMPTY_OFFSET = 215632;
+    static constexpr unsigned Q_FULL_OFFSET = 215696;
+    static constexpr unsigned Q_EMPTY_OFFSET = 215712;
+    static constexpr unsigned VERDICT_OFFSET = 215728;
+};
+struct Tile32 {
+    static constexpr unsigned ROWS = 32;
+    static constexpr unsigned FRAGMENT = 16;
+    static constexpr unsigned LANE_ROWS = 8;
+    static constexpr unsigned LANE_ROWS_LOG2 = 3;
+    static constexpr unsigned STMATRIX_MATRICES = 4;
+    static constexpr unsigned STMATRIX_COUNT = 2;
+    static constexpr unsigned RING_SLOTS = 6;
+    static constexpr unsigned SLOTS_PER_RING = 3;
+    static constexpr unsigned Q_CHUNK_BYTES = 4096;
+    static constexpr unsigned Q_CHUNK_UNITS = 256;
+    static constexpr unsigned Q_BYTES = 32768;
+    static constexpr unsigned Q_BUFFERS = 1;
+    static constexpr unsigned BLOCK_FLOATS = 2048;
+    static constexpr unsigned PIECE_BLOCKS = 2;
+    static constexpr unsigned PIECE_BYTES = 16384;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 98304;
+    static constexpr unsigned P_OFFSET = 131072;
+    static constexpr unsigned MERGE_O_OFFSET = 147456;
+    static constexpr unsigned MERGE_ML_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 213504;
+    static constexpr unsigned WEIGHTS_OFFSET = 215552;
+    static constexpr unsigned LAST_OFFSET = 223744;
+    static constexpr unsigned FULL_OFFSET = 223760;
+    static constexpr unsigned EMPTY_OFFSET = 223808;
+    static constexpr unsigned Q_FULL_OFFSET = 223856;
+    static constexpr unsigned Q_EMPTY_OFFSET = 223864;
+    static constexpr unsigned VERDICT_OFFSET = 223872;
+};
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
 constexpr unsigned MERGE_BARRIER = 4;  // both warpgroups
-// Matrix descriptors: 128-byte swizzle, 1,024 bytes between groups of 8 rows (K-major) or of 8 keys (MN-major); the leading offset is unused.
-// Addresses are in units of 16 bytes and never carry out of their 14 bits.
+// Matrix descriptors: 128-byte swizzle, 1,024 bytes between groups of 8 rows (K-major) or of 8 keys (MN-major); the leading offset is
+// unused. Addresses are in units of 16 bytes and never carry out of their 14 bits.
 constexpr unsigned DESCRIPTOR_HIGH = 1u << 30 | 1024 / 16;
 constexpr unsigned DESCRIPTOR_LOW = 1u << 16;
 constexpr unsigned DESCRIPTOR_UNIT = 16;
 constexpr unsigned K_STEP_UNITS = 2;    // 16 elements along a K-major row: 32 bytes
 constexpr unsigned V_STEP_UNITS = 128;  // 16 keys down an MN-major chunk: 2,048 bytes
 constexpr unsigned CHUNK_UNITS = 512;   // a chunk of 64 keys x 128 bytes
-constexpr unsigned Q_CHUNK_UNITS = 256;  // Q_CHUNK_BYTES
 constexpr float LOG2E = 1.44269504f;
 constexpr float LN2 = 0.69314718f;
 constexpr float MINUS_INFINITY = __builtin_bit_cast(float, 0xff800000u);
@@ -123,7 +229,7 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_expect_tx(unsigned barrier, 
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// True once the phase of this parity has completed: on a fresh mbarrier parity 1 has, parity 0 has not. May be false early, so callers loop.
+// True once the phase of this parity has completed: on a fresh mbarrier parity 1 has, parity 0 has not. It may give up early: callers loop.
 // PTX ISA "mbarrier.try_wait".
 __device__ __forceinline__ bool ptx_mbarrier_try_wait(unsigned barrier, unsigned parity) {
     unsigned done;
@@ -155,9 +261,11 @@ __device__ __forceinline__ void ptx_prefetch_tensormap(const fa4_tensor_map* map
 
 // Starts the copy of one box of a rank-5 tensor to shared memory; coordinates innermost first, elements outside the tensor arrive as zeros.
 // The whole box counts towards `barrier` when it lands. PTX ISA "cp.async.bulk.tensor".
-__device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_tensor_map* map, unsigned barrier, int c0, int c1, int c2, int c3, int c4) {
+__device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_tensor_map* map, unsigned barrier, int c0, int c1, int c2,
+                                                int c3, int c4) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
@@ -165,8 +273,8 @@ __device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_
 // Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
 // Belongs to this thread's next bulk group. PTX ISA "cp.async.bulk.tensor".
 __device__ __forceinline__ void ptx_tma_store_5d(const fa4_tensor_map* map, unsigned source, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %2, %3, %4, %5, %6 }], [%1];" ::"l"(map), "r"(source), "r"(c0), "r"(c1),
-                 "r"(c2), "r"(c3), "r"(c4)
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %2, %3, %4, %5, %6 }], [%1];" ::"l"(map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
 
@@ -185,6 +293,68 @@ __device__ __forceinline__ void ptx_fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// D[64 x 8] = A[64 x 16] . B[16 x 8] (+ D if `accumulate`), bf16 operands described by shared-memory descriptors, float32 D.
+// A and B are K-major. Asynchronous: nobody touches `d` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_a_k(float (&d)[4], unsigned long long a, unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %6, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3"
+        "}, %4, %5, accumulate, 1, 1, 0, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// D[64 x 8] = A[64 x 16] . B[16 x 8] (+ D if `accumulate`), bf16 operands described by shared-memory descriptors, float32 D.
+// A is MN-major (stored transposed, as V is), B K-major. Asynchronous: nobody touches `d` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_a_mn(float (&d)[4], unsigned long long a, unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %6, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3"
+        "}, %4, %5, accumulate, 1, 1, 1, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// D[64 x 16] = A[64 x 16] . B[16 x 16] (+ D if `accumulate`), bf16 operands described by shared-memory descriptors, float32 D.
+// A and B are K-major. Asynchronous: nobody touches `d` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_a_k(float (&d)[8], unsigned long long a, unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %10, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, "
+        "%4, %5, %6, %7"
+        "}, %8, %9, accumulate, 1, 1, 0, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// D[64 x 16] = A[64 x 16] . B[16 x 16] (+ D if `accumulate`), bf16 operands described by shared-memory descriptors, float32 D.
+// A is MN-major (stored transposed, as V is), B K-major. Asynchronous: nobody touches `d` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_a_mn(float (&d)[8], unsigned long long a, unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %10, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, "
+        "%4, %5, %6, %7"
+        "}, %8, %9, accumulate, 1, 1, 1, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
 // D[64 x 32] = A[64 x 16] . B[16 x 32] (+ D if `accumulate`), bf16 operands described by shared-memory descriptors, float32 D.
 // A and B are K-major. Asynchronous: nobody touches `d` before a wait_group. PTX ISA "wgmma.mma_async".
 __device__ __forceinline__ void ptx_wgmma_a_k(float (&d)[16], unsigned long long a, unsigned long long b, bool accumulate) {
@@ -197,7 +367,9 @@ __device__ __forceinline__ void ptx_wgmma_a_k(float (&d)[16], unsigned long long
         "%8, %9, %10, %11, "
         "%12, %13, %14, %15"
         "}, %16, %17, accumulate, 1, 1, 0, 0;\n\t}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         : "l"(a), "l"(b), "r"((int)accumulate)
         : "memory");
 }
@@ -214,7 +386,9 @@ __device__ __forceinline__ void ptx_wgmma_a_mn(float (&d)[16], unsigned long lon
         "%8, %9, %10, %11, "
         "%12, %13, %14, %15"
         "}, %16, %17, accumulate, 1, 1, 1, 0;\n\t}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         : "l"(a), "l"(b), "r"((int)accumulate)
         : "memory");
 }
@@ -235,6 +409,14 @@ __device__ __forceinline__ void ptx_wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+// Stores 2 matrices of 8 x 8 16-bit elements, transposed: lane 8 i + c gives the address of the 16 bytes that receive column c of matrix i.
+// `matrix` holds this lane's two elements of each (row lane / 4, columns 2 (lane % 4) and the next). PTX ISA "stmatrix".
+__device__ __forceinline__ void ptx_stmatrix_trans(unsigned address, const unsigned (&matrix)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+"r"(matrix[0]), "r"(matrix[1])
+                 : "memory");
+}
+
 // Stores 4 matrices of 8 x 8 16-bit elements, transposed: lane 8 i + c gives the address of the 16 bytes that receive column c of matrix i.
 // `matrix` holds this lane's two elements of each (row lane / 4, columns 2 (lane % 4) and the next). PTX ISA "stmatrix".
 __device__ __forceinline__ void ptx_stmatrix_trans(unsigned address, const unsigned (&matrix)[4]) {
@@ -251,11 +433,11 @@ __device__ __forceinline__ unsigned ptx_atom_inc_acq_rel(unsigned* address, unsi
     return previous;
 }
 
-// Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier` when
-// they land. PTX ISA "cp.async.bulk".
+// Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
+// when they land. PTX ISA "cp.async.bulk".
 __device__ __forceinline__ void ptx_bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source), "r"(bytes),
-                 "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
@@ -373,10 +555,11 @@ __device__ __forceinline__ float fa4_ws_exchange4_add(float partial, unsigned lo
     return result;
 }
 
-// --- the problem and its work items -----------------------------------------------------------------------------------------------------------
+// --- the problem and its work items ----------------------------------------------------------------------------------
 
 struct Problem {
     unsigned batch, q_len, keys, kv_heads, group;
+    unsigned tile_rows;           // query rows of a tile
     unsigned tile_heads;          // heads of one position in a tile: row r is position r / tile_heads, head r % tile_heads
     unsigned tile_positions;      // positions of a tile: 1 where the group fills it
     unsigned tiles_per_position;  // tiles that share a position: 1 unless the group is larger than a tile
@@ -386,12 +569,12 @@ struct Problem {
     unsigned items;
 };
 
-__device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, unsigned partition_tiles,
-                                            unsigned partitions) {
-    Problem p{batch, q_len, keys, kv_heads, group};
-    p.tile_heads = min(group, TILE_ROWS);
-    p.tile_positions = TILE_ROWS / p.tile_heads;
-    p.tiles_per_position = (group + TILE_ROWS - 1) / TILE_ROWS;
+__device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
+                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows) {
+    Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
+    p.tile_heads = min(group, tile_rows);
+    p.tile_positions = tile_rows / p.tile_heads;
+    p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
     p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
@@ -418,7 +601,7 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.batch = index / p.kv_heads / p.q_tiles / p.partitions;
     item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
     item.position = tile / p.tiles_per_position * p.tile_positions;
-    item.head = tile % p.tiles_per_position * TILE_ROWS;
+    item.head = tile % p.tiles_per_position * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
@@ -428,7 +611,7 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     return item;
 }
 
-// --- rings ------------------------------------------------------------------------------------------------------------------------------------
+// --- rings -----------------------------------------------------------------------------------------------------------
 
 // Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's four warps have read it;
 // the n-th use of a slot is the phase of parity n % 2 of both.
@@ -448,7 +631,7 @@ __device__ __forceinline__ void wait(unsigned mbarrier, unsigned parity) {
     }
 }
 
-// --- split keys -------------------------------------------------------------------------------------------------------------------------------
+// --- split keys ------------------------------------------------------------------------------------------------------
 
 // What the partitions of a query tile hand over in global memory: each its O, normalised, and the log2 of its LSE.
 struct Workspace {
@@ -472,17 +655,19 @@ __device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) 
     return Share{warpgroup == 0, merged ? warpgroup == 1 : warpgroup == 0, merged ? MERGE_BARRIER : TILE_BARRIER, merged ? 256u : 128u};
 }
 
-// --- producers --------------------------------------------------------------------------------------------------------------------------------
+// --- producers -------------------------------------------------------------------------------------------------------
 
-// Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the partitions
-// of a query tile, their O.
-// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it). Signals: `full` of the slot, by the copy's
-// bytes. One thread runs it.
-__device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map, const Workspace& workspace,
-                                                 const unsigned char* smem_bytes, unsigned smem, unsigned warpgroup) {
-    const unsigned ring = smem + RING_OFFSET + warpgroup * SLOTS_PER_RING * SLOT_BYTES;
-    const unsigned full = smem + FULL_OFFSET + warpgroup * SLOTS_PER_RING * MBARRIER_BYTES;
-    const unsigned empty = smem + EMPTY_OFFSET + warpgroup * SLOTS_PER_RING * MBARRIER_BYTES;
+// Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
+// partitions of a query tile, their O. One thread runs it.
+// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
+// Signals: `full` of the slot, by the copy's bytes.
+template <class Tile>
+__device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
+                                                 const Workspace& workspace, const unsigned char* smem_bytes, unsigned smem,
+                                                 unsigned warpgroup) {
+    const unsigned ring = smem + Tile::RING_OFFSET + warpgroup * Tile::SLOTS_PER_RING * SLOT_BYTES;
+    const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
+    const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     unsigned verdict_parity = 0;
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -493,33 +678,37 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
             for (unsigned part = 0; part < 2 * TILE_SLOTS; ++part) {
                 // Keys past the end arrive as zeros and count as bytes.
                 wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
-                ptx_mbarrier_arrive_expect_tx(full + at.slot * MBARRIER_BYTES, SLOT_BYTES);
-                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, full + at.slot * MBARRIER_BYTES, 0, tile * BLOCK_KEYS,
+                const unsigned landed = full + at.slot * MBARRIER_BYTES;
+                ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
+                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, 0, tile * BLOCK_KEYS,
                                 part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, item.batch);
-                at.advance(SLOTS_PER_RING);
+                at.advance(Tile::SLOTS_PER_RING);
             }
         }
         const Share share = share_of(item, warpgroup);
         if (item.used == 1 || !share.any()) continue;
-        wait(smem + VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
+        wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
-        if (!reinterpret_cast<const unsigned*>(smem_bytes + LAST_OFFSET)[1 + warpgroup]) continue;
+        if (!reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup]) continue;
         // The partitions were written by ordinary stores, which the verdict has made visible here; these copies belong to the other proxy.
         ptx_fence_proxy_async_global();
-        const float* partial = workspace.o + (unsigned long long)item.query_tile * p.partitions * (O_BLOCKS * BLOCK_FLOATS);
+        const float* partial = workspace.o + (unsigned long long)item.query_tile * p.partitions * (O_BLOCKS * Tile::BLOCK_FLOATS);
 #pragma unroll 1
-        for (unsigned block = 0; block < item.used * O_BLOCKS; block += PIECE_BLOCKS) {
+        for (unsigned block = 0; block < item.used * O_BLOCKS; block += Tile::PIECE_BLOCKS) {
             if (!share.has(block % O_BLOCKS)) continue;
             wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
-            ptx_mbarrier_arrive_expect_tx(full + at.slot * MBARRIER_BYTES, PIECE_BYTES);
-            ptx_bulk_load(ring + at.slot * SLOT_BYTES, partial + (unsigned long long)block * BLOCK_FLOATS, PIECE_BYTES, full + at.slot * MBARRIER_BYTES);
-            at.advance(SLOTS_PER_RING);
+            const unsigned landed = full + at.slot * MBARRIER_BYTES;
+            ptx_mbarrier_arrive_expect_tx(landed, Tile::PIECE_BYTES);
+            ptx_bulk_load(ring + at.slot * SLOT_BYTES, partial + (unsigned long long)block * Tile::BLOCK_FLOATS, Tile::PIECE_BYTES, landed);
+            at.advance(Tile::SLOTS_PER_RING);
         }
     }
 }
 
-// Loads the query tile of every item, after the consumers.
-// Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes. One thread runs it.
+// Loads the query tile of every item, a buffer ahead of the consumers where there are two.
+// One thread runs it.
+// Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes.
+template <class Tile>
 __device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem) {
     // Rows of the box outside the tensor (heads past the group, positions past q_len) arrive as zeros and count as bytes.
     const unsigned bytes = Q_CHUNKS * p.tile_positions * p.tile_heads * 128;
@@ -527,28 +716,29 @@ __device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
         if (item.partition >= item.used) continue;
-        const unsigned full = smem + Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
-        wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
+        const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
+        wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
         ptx_mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll 1
         for (unsigned chunk = 0; chunk < Q_CHUNKS; ++chunk)
-            ptx_tma_load_5d(smem + Q_OFFSET + at.slot * Q_BYTES + chunk * Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position, item.kv_head, item.batch);
-        at.advance(Q_BUFFERS);
+            ptx_tma_load_5d(smem + Tile::Q_OFFSET + at.slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position,
+                            item.kv_head, item.batch);
+        at.advance(Tile::Q_BUFFERS);
     }
 }
 
-// --- rows of a fragment -----------------------------------------------------------------------------------------------------------------------
+// --- rows of a fragment ----------------------------------------------------------------------------------------------
 
-// The fragment rows of a lane, reduced over the 8 lanes that hold the same ones (other keys): every step keeps half of the rows and passes the
-// rest on, so that each lane is left with one row.
-// Lane 4 g + c gets fragment row i = g, which is query row 8 (i / 2) + 2 c + i % 2.
-template <bool MAXIMUM>
-__device__ __forceinline__ float reduce_rows(float (&rows)[LANE_ROWS], unsigned lane) {
+// The fragment rows of a lane, reduced over the 8 lanes that hold the same ones (of other keys): every step keeps half of the rows and
+// passes the rest on, so that each lane is left with one row, the same in 8 / LANE_ROWS lanes.
+// Lane 4 g + c gets fragment row i = g LANE_ROWS / 8, which is query row 8 (i / 2) + 2 c + i % 2.
+template <class Tile, bool MAXIMUM>
+__device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], unsigned lane) {
 #pragma unroll
     for (unsigned step = 0; step < 3; ++step) {
         const unsigned mask = 16 >> step;
-        if (step < LANE_ROWS_LOG2) {
-            const unsigned half = LANE_ROWS >> (step + 1);
+        if (step < Tile::LANE_ROWS_LOG2) {
+            const unsigned half = Tile::LANE_ROWS >> (step + 1);
             const bool upper = lane & mask;
 #pragma unroll
             for (unsigned i = 0; i < half; ++i) {
@@ -566,11 +756,12 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[LANE_ROWS], unsigned 
 }
 
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
+template <class Tile>
 __device__ __forceinline__ float row_value(float mine, unsigned i, unsigned lane) {
-    return __shfl_sync(0xffffffff, mine, (lane & 3) + 4 * (i << (3 - LANE_ROWS_LOG2)));
+    return __shfl_sync(0xffffffff, mine, (lane & 3) + 4 * (i << (3 - Tile::LANE_ROWS_LOG2)));
 }
 
-// --- operand tiles ----------------------------------------------------------------------------------------------------------------------------
+// --- operand tiles ---------------------------------------------------------------------------------------------------
 
 // The low word of the descriptor of the swizzled tile at this shared address; adding 16-byte units moves the tile.
 __device__ __forceinline__ unsigned descriptor_low(unsigned address) {
@@ -585,26 +776,32 @@ __device__ __forceinline__ unsigned pack_p(float low, float high) {
     return ptx_cvt_bf16x2(low, high);
 }
 
-// Writes a fragment as a [TILE_ROWS][64] tile of 16-bit elements, 128-byte swizzle: P for the next MMA, or a 64-column chunk of O.
-// stmatrix transposes: matrix 2 j + h is M indices 16 w + 8 h .. + 7 of query rows 8 j .. 8 j + 7, and each row of the tile gets 16 bytes of it.
-template <unsigned (*pack)(float, float)>
-__device__ __forceinline__ void store_fragment(const float (&fragment)[FRAGMENT], unsigned tile, unsigned warp, unsigned lane) {
-    const unsigned matrix = lane / 8 % 4;
+// Writes a fragment as a [ROWS][64] tile of 16-bit elements, 128-byte swizzle: P for the next MMA, or a 64-column chunk of O.
+// stmatrix transposes: matrix 2 j + h is M indices 16 w + 8 h .. + 7 of query rows 8 j .. 8 j + 7; each row of the tile gets 16 bytes.
+template <class Tile, unsigned (*pack)(float, float)>
+__device__ __forceinline__ void store_fragment(const float (&fragment)[Tile::FRAGMENT], unsigned tile, unsigned warp, unsigned lane) {
+    const unsigned matrix = lane / 8 % Tile::STMATRIX_MATRICES;
     const unsigned row = matrix / 2 * 8 + lane % 8;
     const unsigned address = tile + row * 128 + ((warp * 2 + matrix % 2) ^ (lane % 8)) * 16;
 #pragma unroll
-    for (unsigned store = 0; store < 2; ++store) {
-        unsigned packed[4];
+    for (unsigned store = 0; store < Tile::STMATRIX_COUNT; ++store) {
+        unsigned packed[Tile::STMATRIX_MATRICES];
 #pragma unroll
-        for (unsigned m = 0; m < 4; ++m) {
-            const unsigned pair = store * 8 + m * 2;
+        for (unsigned m = 0; m < Tile::STMATRIX_MATRICES; ++m) {
+            const unsigned pair = store * 2 * Tile::STMATRIX_MATRICES + m * 2;
             packed[m] = pack(fragment[pair], fragment[pair + 1]);
         }
-        ptx_stmatrix_trans(address + store * 2048, packed);
+        ptx_stmatrix_trans(address + store * (Tile::STMATRIX_MATRICES / 2 * 8 * 128), packed);
     }
 }
 
-// --- consumer ---------------------------------------------------------------------------------------------------------------------------------
+// --- consumer --------------------------------------------------------------------------------------------------------
+
+// Four registers of a fragment: query rows i = 2 quad and 2 quad + 1, each at two M indices.
+template <class Tile>
+__device__ __forceinline__ float4 quad_of(const float (&fragment)[Tile::FRAGMENT], unsigned quad) {
+    return make_float4(fragment[quad * 4], fragment[quad * 4 + 1], fragment[quad * 4 + 2], fragment[quad * 4 + 3]);
+}
 
 // What a consumer warp knows about its place.
 struct Place {
@@ -617,15 +814,17 @@ struct Place {
 };
 
 // Softmax state of a tile: of one query row a lane (the row of reduce_rows), and of the fragment rows.
+template <class Tile>
 struct Rows {
     float maximum;               // of the row's scores so far; bit-equal in the four warps
-    float offset[LANE_ROWS];     // -maximum of each fragment row * scale_log2e, 0 while there is no key
-    float sum[LANE_ROWS];        // of this lane's own probabilities
+    float offset[Tile::LANE_ROWS];     // -maximum of each fragment row * scale_log2e, 0 while there is no key
+    float sum[Tile::LANE_ROWS];        // of this lane's own probabilities
     unsigned exchange_seq;       // never restarts: see exchange
 };
 
 // S^T = K . Q^T. Waits: `full` of each K slot (the copies of load_keys_values). Signals: `empty` of each.
-__device__ __forceinline__ void scores(float (&s)[FRAGMENT], const Place& at, Cursor& ring, unsigned q_tile) {
+template <class Tile>
+__device__ __forceinline__ void scores(float (&s)[Tile::FRAGMENT], const Place& at, Cursor& ring, unsigned q_tile) {
     const unsigned q_low = descriptor_low(q_tile);
     unsigned previous = 0;
 #pragma unroll
@@ -638,7 +837,8 @@ __device__ __forceinline__ void scores(float (&s)[FRAGMENT], const Place& at, Cu
 #pragma unroll
             for (unsigned step = 0; step < K_STEPS; ++step)
                 ptx_wgmma_a_k(s, descriptor(k_tile + chunk * CHUNK_UNITS + step * K_STEP_UNITS),
-                              descriptor(q_low + (part * SLOT_CHUNKS + chunk) * Q_CHUNK_UNITS + step * K_STEP_UNITS), (part | chunk | step) != 0);
+                              descriptor(q_low + (part * SLOT_CHUNKS + chunk) * Tile::Q_CHUNK_UNITS + step * K_STEP_UNITS),
+                              (part | chunk | step) != 0);
         ptx_wgmma_commit_group();
         if (part > 0) {
             // This slot's group is still running, the previous one's has read its slot.
@@ -646,14 +846,15 @@ __device__ __forceinline__ void scores(float (&s)[FRAGMENT], const Place& at, Cu
             if (at.lane == 0) ptx_mbarrier_arrive(previous);
         }
         previous = at.empty + ring.slot * MBARRIER_BYTES;
-        ring.advance(SLOTS_PER_RING);
+        ring.advance(Tile::SLOTS_PER_RING);
     }
     ptx_wgmma_wait_group<0>();
     if (at.lane == 0) ptx_mbarrier_arrive(previous);
 }
 
 // O^T += V^T . P^T. Waits: `full` of each V slot (the copies of load_keys_values). Signals: `empty` of each.
-__device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][FRAGMENT], const Place& at, Cursor& ring, unsigned p_tile) {
+template <class Tile>
+__device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT], const Place& at, Cursor& ring, unsigned p_tile) {
     const unsigned p_low = descriptor_low(p_tile);
     unsigned previous = 0;
 #pragma unroll
@@ -673,17 +874,18 @@ __device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][FRAGMENT], const
             if (at.lane == 0) ptx_mbarrier_arrive(previous);
         }
         previous = at.empty + ring.slot * MBARRIER_BYTES;
-        ring.advance(SLOTS_PER_RING);
+        ring.advance(Tile::SLOTS_PER_RING);
     }
     ptx_wgmma_wait_group<0>();
     if (at.lane == 0) ptx_mbarrier_arrive(previous);
 }
 
 // Scores of keys that a row does not see become -inf: keys past the end.
-__device__ __forceinline__ void mask_scores(float (&s)[FRAGMENT], const Problem& p, const Item& item, const Place& at, unsigned tile) {
+template <class Tile>
+__device__ __forceinline__ void mask_scores(float (&s)[Tile::FRAGMENT], const Problem& p, const Item& item, const Place& at, unsigned tile) {
     const int key = (int)(tile * BLOCK_KEYS + at.warp * 16 + at.lane / 4);
 #pragma unroll
-    for (unsigned i = 0; i < LANE_ROWS; ++i) {
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
         const int seen = (int)p.keys;
 #pragma unroll
         for (unsigned h = 0; h < 2; ++h)
@@ -691,12 +893,14 @@ __device__ __forceinline__ void mask_scores(float (&s)[FRAGMENT], const Problem&
     }
 }
 
-// Turns scores into probabilities against the running row maximum, and brings sums and O to a new maximum's scale where it grew.
-__device__ __forceinline__ void softmax(float (&s)[FRAGMENT], float (&o)[O_BLOCKS][FRAGMENT], Rows& rows, const Place& at, float scale_log2e) {
-    float seen[LANE_ROWS];
+// Agrees on the rows' maxima within the warpgroup, and brings sums and O to a new maximum's scale where one grew.
+template <class Tile>
+__device__ __forceinline__ void agree_on_maxima(const float (&s)[Tile::FRAGMENT], float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Place& at,
+                                                float scale_log2e) {
+    float seen[Tile::LANE_ROWS];
 #pragma unroll
-    for (unsigned i = 0; i < LANE_ROWS; ++i) seen[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
-    const float mine = fmaxf(rows.maximum, reduce_rows<true>(seen, at.lane));
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) seen[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+    const float mine = fmaxf(rows.maximum, reduce_rows<Tile, true>(seen, at.lane));
     const float maximum = fa4_ws_exchange4_max(mine, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
 
     // The maxima are bit-equal in the four warps, so the vote is the same in each: the branch is the warpgroup's.
@@ -706,9 +910,9 @@ __device__ __forceinline__ void softmax(float (&s)[FRAGMENT], float (&o)[O_BLOCK
         const float factor = ptx_ex2_approx_ftz(__fmaf_rn(rows.maximum, scale_log2e, offset));
         rows.maximum = maximum;
 #pragma unroll
-        for (unsigned i = 0; i < LANE_ROWS; ++i) {
-            rows.offset[i] = row_value(offset, i, at.lane);
-            const float row_factor = row_value(factor, i, at.lane);
+        for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+            rows.offset[i] = row_value<Tile>(offset, i, at.lane);
+            const float row_factor = row_value<Tile>(factor, i, at.lane);
             rows.sum[i] *= row_factor;
 #pragma unroll
             for (unsigned block = 0; block < O_BLOCKS; ++block) {
@@ -717,14 +921,27 @@ __device__ __forceinline__ void softmax(float (&s)[FRAGMENT], float (&o)[O_BLOCK
             }
         }
     }
+}
+
+// The exponent of a score's probability, against its row's maximum.
+__device__ __forceinline__ float exponent(float score, float offset, float scale_log2e) {
+    return __fmaf_rn(score, scale_log2e, offset);
+}
+
+// Turns scores into probabilities, against maxima that include this key tile's.
+template <class Tile>
+__device__ __forceinline__ void softmax(float (&s)[Tile::FRAGMENT], float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Place& at,
+                                        unsigned p_tile, float scale_log2e) {
+    agree_on_maxima(s, o, rows, at, scale_log2e);
 #pragma unroll
-    for (unsigned i = 0; i < LANE_ROWS; ++i)
-#pragma unroll
-        for (unsigned h = 0; h < 2; ++h) {
-            float& score = s[i / 2 * 4 + h * 2 + i % 2];
-            score = ptx_ex2_approx_ftz(__fmaf_rn(score, scale_log2e, rows.offset[i]));
-            rows.sum[i] += score;
-        }
+    for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
+        s[r] = ptx_ex2_approx_ftz(exponent(s[r], rows.offset[r / 4 * 2 + r % 2], scale_log2e));
+        rows.sum[r / 4 * 2 + r % 2] += s[r];
+    }
+    store_fragment<Tile, pack_p>(s, p_tile, at.warp, at.lane);
+    ptx_fence_proxy_async();
+    // Orders the four warps' parts of P before the MMAs that read them.
+    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
 }
 
 __device__ __forceinline__ unsigned pack_out(float low, float high) {
@@ -732,17 +949,19 @@ __device__ __forceinline__ unsigned pack_out(float low, float high) {
 }
 
 // Level 2: the two warpgroups' O and (m, l) become one, in the blocks that each of them finishes. Both call it, or neither.
-__device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][FRAGMENT], float& maximum, float& sum, const Place& at, float scale_log2e) {
-    float4* merge_o = reinterpret_cast<float4*>(at.smem_bytes + MERGE_O_OFFSET) + at.warp * 32 + at.lane;
-    float2* merge_ml = reinterpret_cast<float2*>(at.smem_bytes + MERGE_ML_OFFSET) + at.lane;
+template <class Tile>
+__device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& maximum, float& sum, const Place& at,
+                                                 float scale_log2e) {
+    float4* merge_o = reinterpret_cast<float4*>(at.smem_bytes + Tile::MERGE_O_OFFSET) + at.warp * 32 + at.lane;
+    float2* merge_ml = reinterpret_cast<float2*>(at.smem_bytes + Tile::MERGE_ML_OFFSET) + at.lane;
     // Orders the reads of the previous item's handover before the writes of this one.
     ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
         if ((block < KEPT_BLOCKS) == (at.warpgroup == 1))
 #pragma unroll
-            for (unsigned quad = 0; quad < FRAGMENT / 4; ++quad)
-                merge_o[(block * (FRAGMENT / 4) + quad) * 128] = make_float4(o[block][quad * 4], o[block][quad * 4 + 1], o[block][quad * 4 + 2], o[block][quad * 4 + 3]);
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad)
+                merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128] = quad_of<Tile>(o[block], quad);
     if (at.warp == 0) merge_ml[at.warpgroup * 32] = make_float2(maximum, sum);
     // Orders both handovers before their reads, and the last Q . K of both warpgroups before O is staged over Q.
     ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
@@ -754,18 +973,18 @@ __device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][FRAGMENT],
     const float first_factor = ptx_ex2_approx_ftz(__fmaf_rn(first.x, scale_log2e, offset));
     const float second_factor = ptx_ex2_approx_ftz(__fmaf_rn(second.x, scale_log2e, offset));
     sum = __fmaf_rn(second_factor, second.y, __fmul_rn(first_factor, first.y));
-    float ours[LANE_ROWS], theirs[LANE_ROWS];
+    float ours[Tile::LANE_ROWS], theirs[Tile::LANE_ROWS];
 #pragma unroll
-    for (unsigned i = 0; i < LANE_ROWS; ++i) {
-        ours[i] = row_value(at.warpgroup == 0 ? first_factor : second_factor, i, at.lane);
-        theirs[i] = row_value(at.warpgroup == 0 ? second_factor : first_factor, i, at.lane);
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        ours[i] = row_value<Tile>(at.warpgroup == 0 ? first_factor : second_factor, i, at.lane);
+        theirs[i] = row_value<Tile>(at.warpgroup == 0 ? second_factor : first_factor, i, at.lane);
     }
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
         if ((block < KEPT_BLOCKS) == (at.warpgroup == 0))
 #pragma unroll
-            for (unsigned quad = 0; quad < FRAGMENT / 4; ++quad) {
-                const float4 other = merge_o[(block * (FRAGMENT / 4) + quad) * 128];
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad) {
+                const float4 other = merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128];
                 float* own = &o[block][quad * 4];
                 own[0] = __fmaf_rn(theirs[quad * 2], other.x, __fmul_rn(ours[quad * 2], own[0]));
                 own[1] = __fmaf_rn(theirs[quad * 2 + 1], other.y, __fmul_rn(ours[quad * 2 + 1], own[1]));
@@ -776,20 +995,22 @@ __device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][FRAGMENT],
 
 // Writes this partition's O and LSE to the workspace. True in the CTA that is the last of the query tile to do so: it merges all of them.
 // Signals: `verdict`, to the ring's producer.
-__device__ __forceinline__ bool publish(const float (&o)[O_BLOCKS][FRAGMENT], float log2_lse, const Problem& p, const Item& item, const Place& at, const Share& share,
-                                        const Workspace& workspace) {
+template <class Tile>
+__device__ __forceinline__ bool publish(const float (&o)[O_BLOCKS][Tile::FRAGMENT], float log2_lse, const Problem& p, const Item& item,
+                                        const Place& at, const Share& share, const Workspace& workspace) {
     const unsigned slot = item.query_tile * p.partitions + item.partition;
-    float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)slot * (O_BLOCKS * BLOCK_FLOATS)) + at.warp * 32 + at.lane;
+    float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)slot * (O_BLOCKS * Tile::BLOCK_FLOATS));
+    partial += at.warp * 32 + at.lane;
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
         if (share.has(block))
 #pragma unroll
-            for (unsigned quad = 0; quad < FRAGMENT / 4; ++quad)
-                partial[(block * (FRAGMENT / 4) + quad) * 128] = make_float4(o[block][quad * 4], o[block][quad * 4 + 1], o[block][quad * 4 + 2], o[block][quad * 4 + 3]);
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad)
+                partial[(block * (Tile::FRAGMENT / 4) + quad) * 128] = quad_of<Tile>(o[block], quad);
     if (at.warpgroup == 0 && at.warp == 0) workspace.lse[slot * 32 + at.lane] = log2_lse;
     // The merging CTA's copy engine reads what these ordinary stores write.
     ptx_fence_proxy_async_global();
-    unsigned* last = reinterpret_cast<unsigned*>(at.smem_bytes + LAST_OFFSET);
+    unsigned* last = reinterpret_cast<unsigned*>(at.smem_bytes + Tile::LAST_OFFSET);
     // Orders every thread's part of the partition before the arrival, which releases them all.
     ptx_bar_sync(share.barrier, share.threads);
     if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())
@@ -806,49 +1027,54 @@ __device__ __forceinline__ bool publish(const float (&o)[O_BLOCKS][FRAGMENT], fl
 
 // O of all partitions of a query tile, in the order of the keys whichever CTA does it; returns the log2 of the LSE.
 // Waits: `full` of each slot (the pieces that load_keys_values copies). Signals: `empty` of each.
-__device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][FRAGMENT], const Problem& p, const Item& item, const Place& at, Cursor& ring, const Share& share,
-                                                  const Workspace& workspace) {
-    float4* all = reinterpret_cast<float4*>(at.smem_bytes + WEIGHTS_OFFSET);
+template <class Tile>
+__device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRAGMENT], const Problem& p, const Item& item, const Place& at,
+                                                  Cursor& ring, const Share& share, const Workspace& workspace) {
+    float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET);
     const float4* from = reinterpret_cast<const float4*>(workspace.lse + item.query_tile * p.partitions * 32);
-    for (unsigned i = (share.threads == 128 ? 0 : at.warpgroup * 128) + at.warp * 32 + at.lane; i < item.used * 8; i += share.threads) all[i] = from[i];
+    const unsigned thread = (share.threads == 128 ? 0 : at.warpgroup * 128) + at.warp * 32 + at.lane;
+    for (unsigned i = thread; i < item.used * 8; i += share.threads) all[i] = from[i];
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(share.barrier, share.threads);
     const float* lse = reinterpret_cast<const float*>(all) + at.lane;
     float top = MINUS_INFINITY;
     for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * 32]);
-    const float offset = top == MINUS_INFINITY ? 0.0f : -top;
+    const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
-    for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * 32] + offset);
+    for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * 32] + reference);
     const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
 #pragma unroll
-        for (unsigned r = 0; r < FRAGMENT; ++r) o[block][r] = 0.0f;
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
 #pragma unroll 1
     for (unsigned i = 0; i < item.used; ++i) {
-        const float mine = ptx_ex2_approx_ftz(lse[i * 32] + offset) * inverse;
-        float weight[LANE_ROWS];
+        const float mine = ptx_ex2_approx_ftz(lse[i * 32] + reference) * inverse;
+        float weight[Tile::LANE_ROWS];
 #pragma unroll
-        for (unsigned row = 0; row < LANE_ROWS; ++row) weight[row] = row_value(mine, row, at.lane);
+        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(mine, row, at.lane);
 #pragma unroll
-        for (unsigned piece = 0; piece < O_BLOCKS; piece += PIECE_BLOCKS)
+        for (unsigned piece = 0; piece < O_BLOCKS; piece += Tile::PIECE_BLOCKS)
             if (share.has(piece)) {
                 wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);
-                const float4* parts = reinterpret_cast<const float4*>(at.smem_bytes + (at.ring - at.smem) + ring.slot * SLOT_BYTES) + at.warp * 32 + at.lane;
+                const unsigned offset = at.ring - at.smem + ring.slot * SLOT_BYTES;
+                const float4* parts = reinterpret_cast<const float4*>(at.smem_bytes + offset) + at.warp * 32 + at.lane;
 #pragma unroll
-                for (unsigned block = 0; block < PIECE_BLOCKS; ++block)
+                for (unsigned block = 0; block < Tile::PIECE_BLOCKS; ++block)
 #pragma unroll
-                    for (unsigned quad = 0; quad < FRAGMENT / 4; ++quad) {
-                        const float4 part = parts[(block * (FRAGMENT / 4) + quad) * 128];
+                    for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad) {
+                        const float4 part = parts[(block * (Tile::FRAGMENT / 4) + quad) * 128];
                         float* own = &o[piece + block][quad * 4];
                         own[0] = __fmaf_rn(weight[quad * 2], part.x, own[0]);
                         own[1] = __fmaf_rn(weight[quad * 2 + 1], part.y, own[1]);
                         own[2] = __fmaf_rn(weight[quad * 2], part.z, own[2]);
                         own[3] = __fmaf_rn(weight[quad * 2 + 1], part.w, own[3]);
                     }
+                // These were ordinary reads; the copy that refills the slot belongs to the other proxy and could overtake them.
+                ptx_fence_proxy_async();
                 __syncwarp();
                 if (at.lane == 0) ptx_mbarrier_arrive(at.empty + ring.slot * MBARRIER_BYTES);
-                ring.advance(SLOTS_PER_RING);
+                ring.advance(Tile::SLOTS_PER_RING);
             }
     }
     return top + ptx_lg2_approx_ftz(sum);
@@ -856,23 +1082,26 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][FRAGMENT]
 
 // Row sums, the merge of the two warpgroups, normalisation, the merge of the partitions, O and LSE of an item.
 // O is staged where Q was: all of this item's Q . K have been waited for, by both warpgroups.
-__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][FRAGMENT], Rows& rows, const Problem& p, const Item& item, const Place& at, Cursor& ring,
-                                       const fa4_tensor_map* out_map, float* lse, const Workspace& workspace, unsigned out_tile, float scale_log2e) {
+template <class Tile>
+__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
+                                       Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
+                                       unsigned out_tile, float scale_log2e) {
     // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
-    float sum = fa4_ws_exchange4_add(reduce_rows<false>(rows.sum, at.lane), at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
+    const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
+    float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
     if (!share.any()) return;
-    if (share.barrier == MERGE_BARRIER) merge_warpgroups(o, maximum, sum, at, scale_log2e);
+    if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - LANE_ROWS_LOG2);
+    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
     const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
 #pragma unroll
-    for (unsigned i = 0; i < LANE_ROWS; ++i) {
-        const float row_inverse = row_value(inverse, i, at.lane);
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        const float row_inverse = row_value<Tile>(inverse, i, at.lane);
 #pragma unroll
         for (unsigned block = 0; block < O_BLOCKS; ++block) {
             o[block][i / 2 * 4 + i % 2] *= row_inverse;
@@ -882,14 +1111,14 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][FRAGMENT], Rows& row
     // m scale log2(e) + log2(l); without a key both terms are -inf.
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     if (item.used > 1) {
-        if (!publish(o, log2_lse, p, item, at, share, workspace)) return;
-        log2_lse = merge_partitions(o, p, item, at, ring, share, workspace);
+        if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
+        log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
     }
 
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
         if (share.has(block))
-            store_fragment<pack_out>(o[block], out_tile + block * Q_CHUNK_BYTES, at.warp, at.lane);
+            store_fragment<Tile, pack_out>(o[block], out_tile + block * Tile::Q_CHUNK_BYTES, at.warp, at.lane);
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
     ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
@@ -898,7 +1127,8 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][FRAGMENT], Rows& row
         for (unsigned chunk = 0; chunk < OUT_CHUNKS; ++chunk)
             // Rows of the box outside the tensor are dropped.
             if (share.has(chunk / CHUNKS_PER_BLOCK))
-                ptx_tma_store_5d(out_map, out_tile + chunk * Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head, item.batch);
+                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head,
+                                 item.batch);
         ptx_bulk_commit_group();
         // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
         ptx_bulk_wait_group_read();
@@ -908,7 +1138,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][FRAGMENT], Rows& row
     // One lane a row writes the LSE, in natural units.
     const unsigned position = item.position + row / p.tile_heads;
     const unsigned head = item.head + row % p.tile_heads;
-    const bool first_lane = (at.lane / 4 & ((8 >> LANE_ROWS_LOG2) - 1)) == 0;
+    const bool first_lane = (at.lane / 4 & ((8 >> Tile::LANE_ROWS_LOG2) - 1)) == 0;
     if (at.warp == 0 && at.warpgroup == 0 && first_lane && !padding && position < p.q_len && head < p.group) {
         const unsigned long long q_head = (unsigned long long)(item.batch * p.kv_heads + item.kv_head) * p.group + head;
         lse[q_head * p.q_len + position] = log2_lse * LN2;
@@ -917,30 +1147,32 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][FRAGMENT], Rows& row
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
 // Waits: `q_full` (load_queries), `full` of the ring's slots (load_keys_values). Signals: `empty` of each slot, `q_empty` once an item.
-__device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace, unsigned char* smem_bytes, unsigned smem,
-                                       unsigned warpgroup, unsigned warp, unsigned lane, float scale_log2e) {
-    const unsigned first_slot = warpgroup * SLOTS_PER_RING;
+template <class Tile>
+__device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
+                                       unsigned char* smem_bytes, unsigned smem, unsigned warpgroup, unsigned warp, unsigned lane,
+                                       float scale_log2e) {
+    const unsigned first_slot = warpgroup * Tile::SLOTS_PER_RING;
     const Place at{warpgroup,
                    warp,
                    lane,
-                   smem + RING_OFFSET + first_slot * SLOT_BYTES,
-                   smem + FULL_OFFSET + first_slot * MBARRIER_BYTES,
-                   smem + EMPTY_OFFSET + first_slot * MBARRIER_BYTES,
-                   smem + P_OFFSET + warpgroup * P_BUFFERS * Q_CHUNK_BYTES,
-                   smem + VERDICT_OFFSET + warpgroup * MBARRIER_BYTES,
-                   reinterpret_cast<float*>(smem_bytes + EXCHANGE_OFFSET),
+                   smem + Tile::RING_OFFSET + first_slot * SLOT_BYTES,
+                   smem + Tile::FULL_OFFSET + first_slot * MBARRIER_BYTES,
+                   smem + Tile::EMPTY_OFFSET + first_slot * MBARRIER_BYTES,
+                   smem + Tile::P_OFFSET + warpgroup * P_BUFFERS * Tile::Q_CHUNK_BYTES,
+                   smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES,
+                   reinterpret_cast<float*>(smem_bytes + Tile::EXCHANGE_OFFSET),
                    smem_bytes,
                    smem};
-    // Maxima are taken of raw scores, which needs a positive scale: a negative one flips the scores' sign, and 0 becomes a scale so small that
-    // every probability is still 1 (0 itself would make -inf * 0 of a masked score).
+    // Maxima are taken of raw scores, which needs a positive scale: a negative one flips the scores' sign, and 0 becomes a scale so small
+    // that every probability is still 1 (0 itself would make -inf * 0 of a masked score).
     const bool flip = scale_log2e < 0.0f;
     scale_log2e = fmaxf(fabsf(scale_log2e), 1e-30f);
 
     Cursor ring, q;
-    Rows rows;
+    Rows<Tile> rows;
     rows.exchange_seq = 0;
-    float o[O_BLOCKS][FRAGMENT];
-    float s[FRAGMENT];
+    float o[O_BLOCKS][Tile::FRAGMENT];
+    float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -948,37 +1180,34 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         if (item.partition >= item.used) continue;
         rows.maximum = MINUS_INFINITY;
 #pragma unroll
-        for (unsigned i = 0; i < LANE_ROWS; ++i) rows.offset[i] = rows.sum[i] = 0.0f;
+        for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) rows.offset[i] = rows.sum[i] = 0.0f;
 #pragma unroll
         for (unsigned block = 0; block < O_BLOCKS; ++block)
 #pragma unroll
-            for (unsigned r = 0; r < FRAGMENT; ++r) o[block][r] = 0.0f;
+            for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
 
-        const unsigned q_tile = smem + Q_OFFSET + q.slot * Q_BYTES;
-        wait(smem + Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
+        const unsigned q_tile = smem + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES;
+        wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
 #pragma unroll 1
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
-            scores(s, at, ring, q_tile);
+            scores<Tile>(s, at, ring, q_tile);
             if (flip)
 #pragma unroll
-                for (unsigned r = 0; r < FRAGMENT; ++r) s[r] = -s[r];
-            if ((int)((tile + 1) * BLOCK_KEYS) > item.all_see) mask_scores(s, p, item, at, tile);
-            softmax(s, o, rows, at, scale_log2e);
-            const unsigned p_tile = at.p_tiles + p_buffer * Q_CHUNK_BYTES;
+                for (unsigned r = 0; r < Tile::FRAGMENT; ++r) s[r] = -s[r];
+            if ((int)((tile + 1) * BLOCK_KEYS) > item.all_see) mask_scores<Tile>(s, p, item, at, tile);
+            // Two P tiles: a warp ahead writes one while another's MMAs still read the other; with a barrier a tile none is two ahead.
+            const unsigned p_tile = at.p_tiles + p_buffer * Tile::Q_CHUNK_BYTES;
             p_buffer ^= 1;
-            store_fragment<pack_p>(s, p_tile, warp, lane);
-            ptx_fence_proxy_async();
-            // Orders the four warps' parts of P before the MMAs that read them.
-            ptx_bar_sync(TILE_BARRIER + warpgroup, 128);
-            accumulate(o, at, ring, p_tile);
+            softmax(s, o, rows, at, p_tile, scale_log2e);
+            accumulate<Tile>(o, at, ring, p_tile);
         }
         finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, scale_log2e);
-        if (lane == 0) ptx_mbarrier_arrive(smem + Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
-        q.advance(Q_BUFFERS);
+        if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        q.advance(Tile::Q_BUFFERS);
     }
 }
 
-// --- entry ------------------------------------------------------------------------------------------------------------------------------------
+// --- entries ---------------------------------------------------------------------------------------------------------
 
 // q_map, out_map  [batch][kv_heads][q_len][group][DEPTH], box 1 x 1 x positions x heads x 128 bytes, 128-byte swizzle
 // k_map, v_map    [batch][kv_heads][DEPTH / 64][keys][64], box 1 x 1 x SLOT_CHUNKS x BLOCK_KEYS x 64, 128-byte swizzle
@@ -986,35 +1215,36 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 // partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last three are not read
 // partial_o, partial_lse, arrived: see Workspace; `arrived` is all 0 before the launch, and so it is after
 // Grid: any number of CTAs; CTA c takes items c, c + gridDim.x, ... Block: THREADS.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fa4_attention_d512_m4r32_sk_bf16_sm90a(const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
-    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, float scale,
-    unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+template <class Tile>
+__device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
+                                          const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
+                                          unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
+                                          const Workspace& workspace) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const Workspace workspace{partial_o, partial_lse, arrived};
-    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions);
+    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS);
 
     if (warp == 0 && ptx_elect_sync()) {
-        for (unsigned slot = 0; slot < RING_SLOTS; ++slot) {
-            ptx_mbarrier_init(smem + FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
-            ptx_mbarrier_init(smem + EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
+        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
+            ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
+            ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
         }
-        for (unsigned buffer = 0; buffer < Q_BUFFERS; ++buffer) {
-            ptx_mbarrier_init(smem + Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
-            ptx_mbarrier_init(smem + Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
+        for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
+            ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
+            ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
         }
-        for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) ptx_mbarrier_init(smem + VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);
+        for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup)
+            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);  // publish
         ptx_fence_mbarrier_init();
     }
     // Tile rows that no box covers: zeros, once.
     const unsigned used_rows = p.tile_heads * p.tile_positions;
-    if (used_rows < TILE_ROWS) {
-        for (unsigned unit = threadIdx.x; unit < Q_BUFFERS * Q_BYTES / 16; unit += THREADS)
-            if (unit / 8 % TILE_ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
+    if (used_rows < Tile::ROWS) {
+        for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += THREADS)
+            if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
         ptx_fence_proxy_async();
     }
     // Orders the mbarriers' initialisation and the zeros before every role.
@@ -1022,16 +1252,43 @@ fa4_attention_d512_m4r32_sk_bf16_sm90a(const __grid_constant__ fa4_tensor_map q_
 
     if (warp < WARPGROUPS * 4) {
         ptx_setmaxnreg_inc<232>();
-        attend(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E);
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E);
     } else {
         ptx_setmaxnreg_dec<40>();
         const unsigned producer = warp - WARPGROUPS * 4;
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
-            load_keys_values(p, &k_map, &v_map, workspace, smem_bytes, smem, producer);
+            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
-            load_queries(p, &q_map, smem);
+            load_queries<Tile>(p, &q_map, smem);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d512_m4r32_sk_bf16_t8_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d512_m4r32_sk_bf16_t16_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d512_m4r32_sk_bf16_t32_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived});
 }
