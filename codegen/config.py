@@ -28,6 +28,7 @@ ARCHES: tuple[Arch, ...] = ("sm_90a", "sm_100a")
 WARPGROUP_THREADS = 128
 KEY_SPLIT_DEPTH_LIMIT = 128
 MAX_CONFIG_BYTES = 64 * 1024
+MAX_GROUP = 1024
 
 # Rule id -> the sentence a refusal prints. geometry_sm90 adds the rules that only its kernels have (geometry.all_rules() lists them all).
 RULES: dict[str, str] = {
@@ -48,7 +49,7 @@ RULES: dict[str, str] = {
     "equal-depths": "qk_depth equals ov_depth: K and V sub-tiles share one ring",
     "key-split-depth": f"key-split stages m_pack * rows * ov_depth f32 per warpgroup, which fits up to depth {KEY_SPLIT_DEPTH_LIMIT}",
     "tile-rows": "tile_rows is 8, 16, 32 or rows, and at most rows",
-    "group": "group is at least 1",
+    "group": f"group is 1 to {MAX_GROUP:,}",
     "block-keys": "block_keys (BN) is the N of a .ws MMA: 64, 128 or 256",
     "tmem-columns": "S and O of all softmax warpgroups fit 512 TMEM columns",
     "smem-bytes": "shared memory is at most 232,448 bytes",
@@ -207,8 +208,8 @@ class Config(BaseModel):
         tiles = [choice for choice in (8, 16, 32, 64) if choice <= self.rows]
         remedy = f"use one of {', '.join(map(str, tiles))}"
         require(self.tile_rows is None or self.tile_rows in tiles, "tile-rows", "tile_rows", self.tile_rows, remedy)
-        remedy = "give a positive group, or leave it out for a launch argument"
-        require(self.group is None or self.group >= 1, "group", "group", self.group, remedy)
+        remedy = "give a group in that range, or leave it out for a launch argument"
+        require(self.group is None or 1 <= self.group <= MAX_GROUP, "group", "group", self.group, remedy)
 
 
 _TYPE_NAMES = {

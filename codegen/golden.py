@@ -8,13 +8,13 @@ change only on purpose (`fa4gen run --update-golden`).
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from .files import npz, write_whole
 
 
 class Bits:
@@ -160,11 +160,7 @@ def store(config: str, arch: str, kernel: str, outputs: Mapping[str, np.ndarray]
         raise FileNotFoundError("no tests/golden folder: goldens are written in a checkout")
     path = _path(folder, config, arch, kernel)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        arrays: dict[str, Any] = {name: _bits(array) for name, array in outputs.items()}
-        np.savez_compressed(file, **arrays)
-    temporary.replace(path)
+    write_whole(path, npz({name: _bits(array) for name, array in outputs.items()}))
     return path
 
 

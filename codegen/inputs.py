@@ -30,6 +30,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             raise InputError(f"{path}: not an .npz archive")
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in _NAMES if name in file.files}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{path}: {name} is not a stored array")
     # numpy stores bfloat16 as a 2-byte void type; no other 2-byte void array makes sense here.
     return {name: a.view(ml_dtypes.bfloat16) if a.dtype == np.dtype("V2") else a for name, a in arrays.items()}
 
@@ -64,7 +67,7 @@ def read_qkv(path: Path, *, depth: int, dtype: np.dtype[Any]) -> tuple[np.ndarra
             arrays = _read_npz(path)
         else:
             raise InputError(f"{path}: expected a file named .npz or .safetensors")
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, MemoryError) as error:
+    except (OSError, EOFError, ValueError, OverflowError, zipfile.BadZipFile, MemoryError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(one_line(f"{path}: {getattr(error, 'strerror', None) or error or type(error).__name__}")) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ import numpy as np
 from . import compiler, golden, reference, render, units
 from .backends import Backend, BackendError, BackendUnavailable, Compiled, Launch, Outcome
 from .config import Config, load_config
+from .files import check_writable, npz, write_whole
 from .geometry import Geometry, derive
 from .inputs import InputError, read_qkv
 from .progress import emulation_progress
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_SHAPE = {"batch": 1, "q_len": 4, "keys": 1024, "heads": 8, "kv_heads": 1}
 OUT_BOUND = 4e-3  # ||out - ref|| / ||ref||, DESIGN section 7
 LSE_BOUND = 2e-3  # plus 2^-20 |LSE|
+MAX_ELEMENTS = 1 << 30  # of q, k and v together: a float64 reference of more would not fit most machines
 # Distance of the full kernel from its golden. The GPU's tensor cores truncate where the emulator rounds, so P and O differ in last places.
 GOLDEN_DISTANCE = 2e-3
 
@@ -158,6 +159,9 @@ def attention_problem(config: Config, options: RunOptions) -> AttentionProblem:
         for name, value in shape.items():
             if value < 1:
                 raise RunError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+        heads = shape["q_len"] * shape["heads"] + 2 * shape["keys"] * shape["kv_heads"]
+        if (elements := shape["batch"] * heads * config.ov_depth) > MAX_ELEMENTS:
+            raise RunError(f"q, k and v have {elements:,} elements; run makes at most {MAX_ELEMENTS:,}")
         if shape["heads"] % shape["kv_heads"]:
             raise RunError(f"--heads {shape['heads']} is not a multiple of --kv-heads {shape['kv_heads']}")
         q, k, v = golden.attention_input(
@@ -282,10 +286,16 @@ def run(options: RunOptions, console: Console | None = None, errors: Console | N
     config = load_config(options.config)
     arches: tuple[str, ...] = (options.arch,) if options.arch else config.arch
     geometries = {arch: derive(config, arch) for arch in arches}
-    if options.update_golden and not _is_shipped(config):
-        raise RunError(f"{config.name} is not a shipped config: it has no goldens")
-    if (save := options.save_path) is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise RunError(f"{save}: {'is a folder' if save.is_dir() else 'no such folder'}")
+    if options.update_golden:
+        if not _is_shipped(config):
+            raise RunError(f"{config.name} is not a shipped config: it has no goldens")
+        if options.seed or options.input_path or options.shape_options():
+            raise RunError("--update-golden stores the outputs of the default input: leave --seed, --input and the shapes out")
+    if options.save_path is not None:
+        try:
+            check_writable(options.save_path)
+        except OSError as error:
+            raise RunError(f"{options.save_path}: {error.strerror}") from error
     problem = attention_problem(config, options)
     backends, notes = choose_backends(options.backend, arches)
     for note in notes:
@@ -312,13 +322,9 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     widened: dict[str, Any] = {
         name: array.astype(np.float32) if array.dtype == units.DTYPES["bfloat16"] else array for name, array in arrays.items()
     }
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, **widened)
-        temporary.replace(path)
+        write_whole(path, npz(widened))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RunError(f"{path}: {error.strerror or error}") from error
 
 

@@ -15,8 +15,9 @@ import yaml
 from . import compiler, render
 from .bench.cells import Cell, choose_cells
 from .bench.command import with_kernel
-from .bench.report import FLUSHES, OUT_BOUND, Flush, Times, write_whole
+from .bench.report import FLUSHES, OUT_BOUND, Flush, Times
 from .config import Config, ConfigError, load_config, parse_config, shipped_configs
+from .files import write_whole
 from .geometry import derive
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def legal_variants(config: Config, arch: str, fields: Sequence[str]) -> list[Var
 def refuse_spills(variant: Variant, module: compiler.Module) -> None:
     """Notes the registers, and refuses a variant whose kernel spills."""
     for entry, kernel in module.kernels.items():
-        variant.registers = kernel.registers
+        variant.registers = max(kernel.registers, variant.registers or 0)
         spilled = kernel.spill_store_bytes + kernel.spill_load_bytes
         if spilled and entry not in variant.config.allow_spills:
             variant.refused = f"spills {spilled} bytes"

@@ -249,20 +249,6 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
         report.draw(recorded())
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "report.json"
-    report.write_whole(path, b"first")
-
-    def broken(self, target):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", broken)
-    with pytest.raises(OSError, match="disk full"):
-        report.write_whole(path, b"second")
-    assert path.read_bytes() == b"first"
-    assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
-
-
 # --- what is measured ----------------------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,8 @@ def test_name_is_the_stem_of_the_file(tmp_path: Path) -> None:
         ({"tile_rows": 12}, "tile-rows", "tile_rows"),
         ({"group": 0}, "group", "group"),
         ({"group": -6}, "group", "group"),
+        ({"group": 1025}, "group", "group"),
+        ({"group": 10**30}, "group", "group"),
         ({"allow_spills": ["unit combine"]}, "spill-names", "allow_spills"),
         ({"allow_spills": ["k", "k"]}, "spill-names", "allow_spills"),
         (SM100 | {"block_keys": 96}, "block-keys", "block_keys"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -105,6 +107,21 @@ def test_refuses_a_truncated_archive_and_pickles(tmp_path):
     for name in ("cut.npz", "objects.npz", "plain.npz"):
         with pytest.raises(InputError, match=name):
             read_qkv(tmp_path / name, depth=64, dtype=BF16)
+
+
+def test_refuses_members_that_are_no_arrays_and_absurd_headers(tmp_path):
+    whole = arrays(np.float32)
+    np.savez(tmp_path / "raw.npz", k=whole["k"], v=whole["v"])
+    with zipfile.ZipFile(tmp_path / "raw.npz", "a") as archive:
+        archive.writestr("q", b"not an array")
+    header = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little")
+    text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999, 1), }"
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("q.npy", header + text.ljust(117) + b"\n")
+    for name in ("raw.npz", "huge.npz"):
+        with pytest.raises(InputError, match=name) as refused:
+            read_qkv(tmp_path / name, depth=64, dtype=BF16)
+        assert "\n" not in str(refused.value)
 
 
 def test_refuses_an_unknown_kind_of_file(tmp_path):

@@ -564,12 +564,6 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, capsys: pytest.Cap
     assert [name for name in os.listdir(tmp_path) if name != "cache"] == ["x.svg"]
 
 
-def test_written_files_are_as_readable_as_others(tmp_path: Path) -> None:
-    command.write_whole(tmp_path / "a", "text")
-    (tmp_path / "b").write_text("text")
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
-
-
 def test_pipe_that_closes_early_is_no_traceback() -> None:
     shell = f"{sys.executable} -m fa4gen.cli inspect --config d64 --json | head -1"
     result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)

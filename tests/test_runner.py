@@ -111,6 +111,10 @@ def test_says_what_is_not_generated():
         ({"keys": 0}, "--keys"),
         ({"input_path": "qkv.npz", "keys": 5}, "--keys"),
         ({"save_path": "missing/out.npz"}, "missing/out.npz"),
+        ({"keys": 4_000_000_000}, "elements"),
+        ({"batch": 10**30}, "elements"),
+        ({"update_golden": True, "seed": 1}, "--update-golden"),
+        ({"update_golden": True, "keys": 7}, "--update-golden"),
     ],
 )
 def test_refuses_in_one_line(tmp_path, options, words):

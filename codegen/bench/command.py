@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ... import __version__
 from .. import compiler
 from ..config import Config, load_config, load_shipped, shipped_configs
+from ..files import write_whole
 from ..render import has_attention
 from ..text import one_line
 from .cells import Cell, choose_cells
-from .report import CellResults, Report, ReportError, Result, draw, file_stem, from_json, print_report, to_json, write_whole
+from .report import CellResults, Report, ReportError, Result, draw, file_stem, from_json, print_report, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,6 +165,7 @@ def measure_cell(gpu: Gpu, cell: Cell, dtype: str, mask: str, configs: list[Conf
 
 def _save(report: Report, out: Path) -> Path:
     path = out / f"{file_stem(report)}.json"
+    out.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json(report).encode())
     return path
 
@@ -171,6 +173,7 @@ def _save(report: Report, out: Path) -> Path:
 def _plot(report: Report, out: Path, errors: Console) -> None:
     try:
         path = out / f"{file_stem(report)}.svg"
+        out.mkdir(parents=True, exist_ok=True)
         write_whole(path, draw(report))
         errors.print(f"plot: {path}", highlight=False, markup=False, soft_wrap=True)
     except ReportError as error:

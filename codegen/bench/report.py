@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..text import one_line
@@ -192,18 +190,6 @@ def file_stem(report: Report) -> str:
     """A name for the report's files: GPU and date, such as nvidia-h200-20261130T020000Z."""
     gpu = re.sub(r"[^a-z0-9]+", "-", str(report.gpu.get("name", "gpu")).lower()).strip("-")
     return f"{gpu}-{re.sub(r'[^0-9TZ]', '', report.date.replace('+00:00', 'Z'))}"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file beside `path` and renames it: it appears whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 # --- table ---------------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ A file named twice is one array, so that a tensor map and a pointer can share it
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files import check_writable, write_whole
 from .memory import TensorMap, Uninitialized
 from .program import LaunchError, LaunchResult, Program
 from .ptx import PtxError
@@ -193,15 +193,10 @@ def parse_argument(spec: str, arrays: _Arrays) -> Any:
 
 
 def save_array(path: Path, array: Array) -> None:
-    """Write an array to a temporary file beside `path` and rename it, so that no half-written file is ever seen."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, array)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write an array as .npy; the file appears whole or not at all. Raises OSError."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_whole(path, buffer.getvalue())
 
 
 def run_command(
@@ -282,8 +277,10 @@ def _run(
         for path in arrays.fresh:
             memory.poison(arrays.by_path[path])
     for path in arrays.save:
-        if not path.parent.is_dir():
-            raise UsageError(f"{path.parent} is not a folder to write {path.name} to")
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written ({error.strerror})") from None
     result = program.launch(entry, grid3, block3, smem, values, memory=memory, seed=seed, check=check, progress=progress, profile=profile)
     for path in arrays.save:
         try:

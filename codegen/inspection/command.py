@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ import numpy as np
 
 from .. import pipeline, runner
 from ..config import Config, load_config
+from ..files import check_writable, write_whole
 from ..geometry import SUB_TILE_DEPTH, derive, symbol
 from ..progress import emulation_progress
 from ..render import has_attention
@@ -89,13 +88,16 @@ def run(options: InspectOptions, console: Console, errors: Console) -> int:
     traced = [arch for arch in arches if has_attention(config, arch)]
     if options.trace is not None and not traced:
         raise InspectError(f"{config.name} has no attention kernel for {' or '.join(arches)}: there is nothing to trace")
+    for path in (options.svg, options.trace):
+        if path is not None:
+            check_writable(path)
     found = [gather(config, arch) for arch in arches]
     trace, hazards = _trace(config, traced, options, errors) if options.trace is not None else (None, [])
 
     if options.svg is not None:
-        write_whole(options.svg, picture(found))
+        write_whole(options.svg, picture(found).encode())
     if options.trace is not None:
-        write_whole(options.trace, json.dumps(trace, separators=(",", ":")) + "\n")
+        write_whole(options.trace, (json.dumps(trace, separators=(",", ":")) + "\n").encode())
     if options.json:
         console.file.write(json.dumps({facts.arch: as_json(facts) for facts in found}, indent=2) + "\n")
     else:
@@ -114,13 +116,13 @@ def _trace(config: Config, arches: list[str], options: InspectOptions, errors: C
     hazards: list[str] = []
     with emulation_progress(errors) as progress:
         for index, arch in enumerate(arches):
-            trace, result = trace_attention(config, arch, options.run_options(), progress(f"{arch} {symbol(config, arch)}"))
+            trace, result = trace_attention(config, arch, options.run_options(), progress(f"{arch} attention"))
             for event in trace["traceEvents"]:
                 event["pid"] += index * PIDS_PER_TARGET
                 if event["name"] == "process_name" and len(arches) > 1:
                     event["args"]["name"] += f" ({arch})"
             traces.append(trace)
-            hazards += [f"{arch} {symbol(config, arch)}: {hazard.kind}: {hazard.message}" for hazard in result.hazards]
+            hazards += [f"{arch} attention: {hazard.kind}: {hazard.message}" for hazard in result.hazards]
     merged = traces[0]
     for trace in traces[1:]:
         merged["traceEvents"] += trace["traceEvents"]
@@ -230,22 +232,4 @@ def record_attention(
     return recorder, result, problem.shape
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file appears whole or not at all. Raises InspectError."""
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        # mkstemp's files are private; this one is as readable as any other that the user makes.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise InspectError(f"{path}: {error.strerror or error}") from error
-
-
-__all__ = ["InspectError", "InspectOptions", "record_attention", "run", "trace_attention", "write_whole"]
+__all__ = ["InspectError", "InspectOptions", "record_attention", "run", "trace_attention"]
