@@ -65,7 +65,8 @@ def level0_input(seed: int, *, columns: int) -> np.ndarray:
     """tmem_image [128, columns] float32; every cell holds another value, so that a misplaced read shows."""
     bits = Bits(seed, "level0")
     cells = np.arange(128 * columns, dtype=np.float32).reshape(128, columns)
-    return (cells - 64 * columns) * np.float32(2.0**-4) + bits.dyadic((128, columns), low=-4, high=4, step=2.0**-7)
+    noise = bits.dyadic((128, columns), low=-4, high=4, step=2.0**-7)
+    return np.asarray((cells - 64 * columns) * 2.0**-4 + noise, np.float32)
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,10 @@ def test_missing_and_stale_files_are_differences(tree: Path, config: Config) -> 
     assert "gone" not in artifacts.check([config], tree).diff
 
 
-def test_no_tree_at_all_is_a_difference(config: Config, tmp_path: Path) -> None:
-    assert "now/small/sm_90a/unit.cu" in artifacts.check([config], tmp_path / "none").diff
+def test_an_empty_tree_is_a_difference_and_none_an_error(config: Config, tmp_path: Path) -> None:
+    assert "now/small/sm_90a/unit.cu" in artifacts.check([config], tmp_path).diff
+    with pytest.raises(artifacts.EmitError, match="no generated tree"):
+        artifacts.check([config], tmp_path / "none")
 
 
 @pytest.mark.parametrize("release", ["13.5.37", None])
