@@ -24,6 +24,7 @@ P_BUFFERS = 2
 LAST_BYTES = 16  # a flag for the consumers and one for each producer
 MAX_PARTITIONS = 64
 KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
+MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
 MIN_SLOTS_PER_RING = 2
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 
@@ -118,7 +119,7 @@ class Sm90KeySplitGeometry(Sm90Geometry):
     key_steps: steps in which a warp works through a key tile; with 32 rows of depth 128, registers hold the scores of half a tile only
     key_blocks, depth_blocks, depth_steps: 8 keys of a step (N of Q.K), 16 depth columns (M of P.V), 16 depth columns (K of Q.K)
     partial_floats: of a partition's O in the workspace; merge_partitions: partitions that the staging area holds at once in their merge
-    merge_row_quads: float4s of O that a thread merges
+    merge_row_quads: float4s of O that a thread merges; merge_unroll: partitions it reads at once
     """
 
     part_warps: int
@@ -133,6 +134,7 @@ class Sm90KeySplitGeometry(Sm90Geometry):
     partial_floats: int
     merge_partitions: int
     merge_row_quads: int
+    merge_unroll: int
 
 
 def derive_sm90(config: Config) -> Sm90Geometry:
@@ -311,6 +313,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
 
     part_warps = rows // WARP_THREADS
     warp_rows = min(tile_rows, WARP_THREADS)
+    merge_row_quads = partial_floats // 4 // WARPGROUP_THREADS
     key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
     # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too few
     # registers, and setmaxnreg gives back what producers do not need.
@@ -371,5 +374,6 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         depth_steps=depth // MMA_K,
         partial_floats=partial_floats,
         merge_partitions=min(MAX_PARTITIONS, shape["combine_stage_bytes"] // (partial_floats * F32_BYTES)),
-        merge_row_quads=partial_floats // 4 // WARPGROUP_THREADS,
+        merge_row_quads=merge_row_quads,
+        merge_unroll=max(1, MERGE_READS // merge_row_quads),
     )
