@@ -51,7 +51,15 @@ FULL_BITS = 0xFFFF_FFFF
 _LANE_BITS = 1 << np.arange(WARP, dtype=np.uint64)
 NAMED_BARRIERS = 16
 MAX_RESIDENT = 1024
-"""CTAs that are resident at most; more are started only when the resident ones spin."""
+"""CTAs that are resident at most; more are started only when the resident ones cannot go on."""
+MIN_RESIDENT = 132
+"""CTAs that may be resident whatever they take: one for each SM of a large chip."""
+RESIDENT_BYTES = 1 << 31
+"""Memory that resident CTAs beyond MIN_RESIDENT may take, as estimated."""
+SHADOW_BYTES = 24
+"""Bytes of shadow for a byte of shared memory, about."""
+NAMED_WAITERS = 20
+"""Waiting warps that a deadlock report names at most."""
 STALL_INSTRUCTIONS = 4096
 """Warp instructions without any change of memory or barriers after which polling warps are helped on."""
 MBARRIER_LIMIT = (1 << 20) - 1
@@ -553,6 +561,10 @@ class Run:
         self.eagerness = self.random.choice((0.0, 0.02, 0.1, 0.4))
         self.quantum = self.random.choice((8, 32, 128))
         self.residency = min(self.total_clusters, self.random.choice((1, 2, 4)))
+        registers = 4 * self.warps * sum(bits * count for bits, count in code.counts.items())
+        self.max_resident = max(
+            MIN_RESIDENT, min(MAX_RESIDENT, RESIDENT_BYTES // ((SHADOW_BYTES if check else 1) * (SHARED_START + shared_bytes) + registers))
+        )
 
     # ------------------------------------------------------------------------------------------------------------ services
 
@@ -622,7 +634,7 @@ class Run:
                     continue
                 if not self.resident and self.next_cluster >= self.total_clusters:
                     return
-                if self.next_cluster < self.total_clusters:
+                if self.next_cluster < self.total_clusters and len(self.resident) < self.max_resident:
                     # Nothing resident can go on: what it waits for may come from a CTA that has not started.
                     self.start_cluster()
                     continue
@@ -660,7 +672,7 @@ class Run:
         """Warps run, but nothing changes: bring on what they may be polling for, or report that they spin for good."""
         if self.pending:
             self._complete_one()
-        elif self.next_cluster < self.total_clusters and len(self.resident) < MAX_RESIDENT:
+        elif self.next_cluster < self.total_clusters and len(self.resident) < self.max_resident:
             self.start_cluster()
         elif hangs:
             self._deadlock()
@@ -755,4 +767,6 @@ class Run:
             parts.append(f"{warp.name} spins at PTX line {line}")
         if first is None:
             raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
+        if len(parts) > NAMED_WAITERS:
+            parts[NAMED_WAITERS:] = [f"and {len(parts) - NAMED_WAITERS} more wait"]
         self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), first[1], first[0].index, 0, 0))

@@ -291,3 +291,11 @@ def test_findings_before_an_instruction_that_cannot_be_executed_are_kept(assembl
     with pytest.raises(PtxError, match="trap") as error:
         program.launch("k", 1, 64, 0, [np.zeros(2, np.uint32)])
     assert {hazard.kind for hazard in error.value.hazards} == {"race"}
+
+
+def test_a_deadlock_in_every_cta_of_a_huge_grid_ends(assemble):
+    """No CTA can go on, and starting another never helps: that is known once as many wait as can be resident."""
+    program = assemble("bar.sync 0, 64;")
+    result = program.launch("k", (65535, 65535, 1), 32, 200_000)
+    assert {hazard.kind for hazard in result.hazards} == {"deadlock"}
+    assert len(str(result.hazards[0])) < 2000
