@@ -36,7 +36,7 @@ HAZARD_KINDS = (
     "race", "uninitialized", "out_of_bounds", "misaligned", "barrier", "deadlock", "proxy_fence", "tcgen05_fence", "wgmma_in_flight",
     "tmem_lane", "tmem_allocation", "mbarrier", "tensor_map",
 )  # fmt: skip
-MAX_ARRAY_BYTES = 1 << 34
+MAX_ARRAY_BYTES = 1 << 32
 _SCALARS: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,

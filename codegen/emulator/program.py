@@ -27,6 +27,8 @@ INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_
 
 MAX_SHARED_BYTES = 232_448
 MAX_THREADS = 1024
+MAX_CTAS = 1 << 20
+"""Minutes of emulation if each does nothing."""
 MAX_LOCAL_BYTES = 1 << 19
 MAX_MODULE_BYTES = 1 << 29
 DEFAULT_BUDGET = 200_000_000
@@ -185,6 +187,8 @@ class Program:
             raise LaunchError(f"a block of {threads} threads ({block3}) is larger than {MAX_THREADS} (z at most 64)")
         if grid3[0] >= 1 << 31 or max(grid3[1:]) > 65535:
             raise LaunchError(f"grid {grid3} is larger than (2^31-1, 65535, 65535)")
+        if grid3[0] * grid3[1] * grid3[2] > MAX_CTAS:
+            raise LaunchError(f"grid {grid3} has more than the {MAX_CTAS} CTAs that are emulated")
         if kernel.reqntid is not None and block3 != kernel.reqntid:
             raise LaunchError(f"{entry} requires a block of {kernel.reqntid}, not {block3}")
         if kernel.maxntid is not None and threads > kernel.maxntid[0] * kernel.maxntid[1] * kernel.maxntid[2]:

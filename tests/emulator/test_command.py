@@ -82,7 +82,7 @@ def test_profile_is_printed_on_stdout(folder):
         ({"args": ["out:float32:@y.npy", *GOOD[1:]]}, "is not in:FILE"),
         ({"args": ["out:floot[4]:@y.npy", *GOOD[1:]]}, "unknown dtype"),
         ({"args": ["out:float32[99999999999]:@y.npy", *GOOD[1:]]}, "bytes is not in"),
-        ({"args": ["out:float32[64]:@no/y.npy", *GOOD[1:]]}, "is not a folder"),
+        ({"args": ["out:float32[64]:@no/y.npy", *GOOD[1:]]}, "no such folder"),
         ({"args": GOOD, "file": "nope.ptx"}, "cannot be read"),
         ({"args": GOOD, "file": "x.npy"}, "PTX"),
         ({"args": GOOD, "entry": "nope"}, "no entry 'nope'"),

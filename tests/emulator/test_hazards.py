@@ -296,6 +296,6 @@ def test_findings_before_an_instruction_that_cannot_be_executed_are_kept(assembl
 def test_a_deadlock_in_every_cta_of_a_huge_grid_ends(assemble):
     """No CTA can go on, and starting another never helps: that is known once as many wait as can be resident."""
     program = assemble("bar.sync 0, 64;")
-    result = program.launch("k", (65535, 65535, 1), 32, 200_000)
+    result = program.launch("k", 1 << 20, 32, 200_000)
     assert {hazard.kind for hazard in result.hazards} == {"deadlock"}
     assert len(str(result.hazards[0])) < 2000

@@ -183,6 +183,7 @@ def test_mutated_programs_are_refused_or_run(assemble):
         ({"block": (2, 2, 65)}, "larger"),
         ({"grid": 0}, "below 1"),
         ({"grid": (1, 70000, 1)}, "larger than"),
+        ({"grid": (2048, 1024, 1)}, "more than the 1048576 CTAs"),
         ({"smem": 232449}, "dynamic shared memory"),
         ({"smem": -1}, "dynamic shared memory"),
         ({"block": 96}, "requires a block"),
@@ -197,6 +198,13 @@ def test_impossible_launches_are_refused(arguments, words):
         program.launch(call["entry"], call["grid"], call["block"], call["smem"], call["args"])
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_name_of_any_length_makes_a_short_error():
+    """Found by fuzzing: an error quotes names."""
+    with pytest.raises(PtxError) as error:
+        Program.from_ptx(HEADER + ".entry k() { mov.u32 %r1, " + "x" * 5000 + "; }")
+    assert len(str(error.value)) < 400
 
 
 def test_instruction_budget_ends_an_endless_loop(assemble):
