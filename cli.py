@@ -289,6 +289,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (default: the process's own) and returns its exit code. With FA4GEN_DEBUG set, errors keep their traceback."""
+    # A closed descriptor leaves Python without the stream object: what is printed there goes nowhere, as it was asked to.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
     try:
         return _run(arguments)
     except (KeyboardInterrupt, click.Abort):

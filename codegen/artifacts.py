@@ -152,7 +152,10 @@ def _write_folder(path: Path, files: dict[str, str]) -> None:
         fresh, old = scratch / "new", scratch / "old"
         fresh.mkdir()
         for name, text in files.items():
-            (fresh / name).write_text(text, encoding="utf-8", newline="\n")
+            try:
+                (fresh / name).write_text(text, encoding="utf-8", newline="\n")
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path / name)) from error
         if path.exists():
             os.rename(path, old)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +82,19 @@ def test_checking_a_tree_that_is_not_there_is_one_line(tmp_path, capsys):
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert "no generated tree" in captured.err
+
+
+@pytest.mark.parametrize("command", ["schema", "list", "--help"])
+def test_a_closed_stdout_is_no_error(command):
+    shell = f"{sys.executable} -m fa4gen.cli {command} >&-"
+    finished = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    shell = f"ulimit -f 4; {sys.executable} -m fa4gen.cli emit --config d64 --arch sm_90a --out {tmp_path}"
+    finished = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert finished.returncode == 2
+    assert len(finished.stderr.splitlines()) == 1
+    assert str(tmp_path / "d64" / "sm_90a") in finished.stderr
+    assert not (tmp_path / "d64" / "sm_90a").exists()
