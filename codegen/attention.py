@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from .backends import Launch
-from .config import Config
+from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
 from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, derive, entry_configs, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
@@ -68,6 +69,35 @@ def entry_config(config: Config, arch: str, q_len: int, group: int) -> Config:
     if len(entries) == 1:
         return entries[0]
     return min(entries, key=lambda entry: (tiling(derive(entry, arch).tile_rows, q_len, group).q_tiles, entry.tile_rows))
+
+
+class Workspace:
+    """Where the partitions of a launch meet: their O and LSE, and a counter of arrivals for every query tile. It belongs to one stream.
+
+    Launches in one stream may share it, since one ends before the next begins; launches that may overlap need one each. It grows as
+    launches ask for more: what earlier ones use stays as it is.
+
+    allocate: (shape, dtype) -> an array of zeros. On a GPU it zeroes device memory and returns what stands for that in a launch's arguments
+    (such as DeviceArray.stand_in); zeroed once, because every launch leaves the counters at 0, and one that was aborted is told apart by
+    `number`: counters carry the number of the launch that they count for, so a later launch starts afresh from whatever it finds.
+    number: of the last launch made.
+    """
+
+    def __init__(self, allocate: Callable[[tuple[int, ...], Any], np.ndarray] = np.zeros) -> None:
+        self._allocate = allocate
+        kinds: dict[str, Any] = {"partial_o": np.float32, "partial_lse": np.float32, "arrived": np.uint64}
+        self._arrays = {name: np.empty(0, dtype) for name, dtype in kinds.items()}
+        self.number = 0
+
+    def next_launch(self, partial_o: int, partial_lse: int, arrived: int) -> tuple[np.uint32, np.ndarray, np.ndarray, np.ndarray]:
+        """The number of a launch that has not been made yet, and arrays of at least so many elements."""
+        for name, needed in (("partial_o", partial_o), ("partial_lse", partial_lse), ("arrived", arrived)):
+            array = self._arrays[name]
+            if array.size < needed:
+                self._arrays[name] = self._allocate((needed,), array.dtype)
+        self.number = self.number % (2**32 - 1) + 1
+        o, lse, counters = self._arrays.values()
+        return np.uint32(self.number), o, lse, counters
 
 
 @dataclass(frozen=True)
@@ -148,9 +178,10 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("scale", "float", "softmax scale"),
         ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
         ("partitions", "unsigned", f"partitions that cover the keys, at most {geo.max_partitions}; 1 needs no workspace"),
+        ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
-        ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
+        ("arrived", "unsigned long long*", "workspace, [query tiles] uint64: 0 at first, and again after a launch"),
     ]
     return {
         "name": symbol(_with_rows(config, geo), geo.arch),
@@ -185,6 +216,7 @@ def attention_launch(
     scale: float | None = None,
     ctas: int | None = None,
     partition_keys: int | Literal["auto"] | None = None,
+    workspace: Workspace | None = None,
 ) -> Launch:
     """The launch that fills `out` and `lse`.
 
@@ -193,12 +225,17 @@ def attention_launch(
     scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
     on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
-    but a sequence's bits depend on what else is in the batch); None: all keys in one partition.
+    but a sequence's bits depend on what else is in the batch); None: as the config's `split` says, else all keys in one partition.
+    workspace: of the stream that the launch will run in (sm_90a); a new one unless given.
     Raises ValueError where an array does not fit.
     """
+    if partition_keys is None and config.split is not None:
+        partition_keys = fixed_keys(config.split) or "auto"
     if geo.arch == "sm_100a":
         from . import attention_sm100
 
+        if workspace is not None:
+            raise ValueError("a launch for sm_100a has a workspace of its own: leave it out")
         ctas = attention_sm100.B200_SMS if ctas is None else ctas
         return attention_sm100.attention_launch(config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys)
     ctas = H200_SMS if ctas is None else ctas
@@ -219,6 +256,9 @@ def attention_launch(
     items = query_tiles * split.partitions
     _, grid = _waves(items, ctas)
     parts = items if split.partitions > 1 else 1
+    number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(
+        parts * geo.tile_rows * geo.depth, parts * _lse_rows(geo), query_tiles
+    )
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
         _key_map(geo, k),
@@ -229,9 +269,10 @@ def attention_launch(
         np.float32(scale),
         np.uint32(split.tiles),
         np.uint32(split.partitions),
-        Uninitialized(np.empty((parts, geo.tile_rows * geo.depth), np.float32)),
-        Uninitialized(np.empty((parts, _lse_rows(geo)), np.float32)),
-        np.zeros(query_tiles, np.uint32),
+        number,
+        Uninitialized(partial_o),
+        Uninitialized(partial_lse),
+        arrived,
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 

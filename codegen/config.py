@@ -49,6 +49,8 @@ RULES: dict[str, str] = {
     "equal-depths": "qk_depth equals ov_depth: K and V sub-tiles share one ring",
     "key-split-depth": f"key-split stages m_pack * rows * ov_depth f32 per warpgroup, which fits up to depth {KEY_SPLIT_DEPTH_LIMIT}",
     "tile-rows": "tile_rows is 8, 16, 32 or rows, and at most rows",
+    "split": "split is auto (the fastest partitions of the keys for a launch) or fixed N (partitions of N keys, whatever the batch)",
+    "split-key-tiles": "a fixed partition is a whole number of key tiles",
     "group": f"group is 1 to {MAX_GROUP:,}",
     "block-keys": "block_keys (BN) is the N of a .ws MMA: 64, 128 or 256",
     "tmem-columns": "S and O of all softmax warpgroups fit 512 TMEM columns",
@@ -188,6 +190,11 @@ class Config(BaseModel):
     rescale: Literal["eager", "lazy"] = Field(
         "eager", description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum"
     )
+    split: str | None = Field(
+        None,
+        description="partitions of the keys: auto, the fastest for a launch; fixed N, N keys each: a sequence gives the same bits in any "
+        "batch; default: the launch says",
+    )
     group: int | None = Field(None, description="query heads per KV head, when fixed; else a launch argument")
     allow_spills: Annotated[tuple[str, ...], BeforeValidator(_plain_list)] = Field((), description="kernel entries that may spill")
 
@@ -208,8 +215,16 @@ class Config(BaseModel):
         tiles = [choice for choice in (8, 16, 32, 64) if choice <= self.rows]
         remedy = f"use one of {', '.join(map(str, tiles))}"
         require(self.tile_rows is None or self.tile_rows in tiles, "tile-rows", "tile_rows", self.tile_rows, remedy)
+        remedy = "use auto, or fixed and a number of keys, such as fixed 1024"
+        legal = self.split is None or re.fullmatch(r"auto|fixed [1-9][0-9]{0,8}", self.split) is not None
+        require(legal, "split", "split", self.split, remedy)
         remedy = "give a group in that range, or leave it out for a launch argument"
         require(self.group is None or 1 <= self.group <= MAX_GROUP, "group", "group", self.group, remedy)
+
+
+def fixed_keys(split: str) -> int | None:
+    """Keys of a partition of a legal `split`; None for auto."""
+    return None if split == "auto" else int(split.removeprefix("fixed "))
 
 
 _TYPE_NAMES = {

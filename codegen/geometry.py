@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypedDict
 
-from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, require, switched_off
+from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, fixed_keys, require, switched_off
 
 F32_BYTES = 4
 OPERAND_BYTES = 2  # bf16 and f16: Q, K, V, P
@@ -157,13 +157,19 @@ def place(sizes: list[tuple[str, int]]) -> tuple[Region, ...]:
 
 @cache
 def _derive(config: Config, arch: str, disabled: frozenset[str]) -> Geometry:
+    geometry: Geometry
     if arch == "sm_90a":
         from .geometry_sm90 import derive_sm90
 
-        return derive_sm90(config)
-    from .geometry_sm100 import derive_sm100
+        geometry = derive_sm90(config)
+    else:
+        from .geometry_sm100 import derive_sm100
 
-    return derive_sm100(config)
+        geometry = derive_sm100(config)
+    if config.split is not None and (keys := fixed_keys(config.split)) is not None:
+        remedy = f"use a multiple of {geometry.block_keys}"
+        require(keys % geometry.block_keys == 0, "split-key-tiles", "split", config.split, remedy, f"{geometry.block_keys} keys on {arch}")
+    return geometry
 
 
 def derive(config: Config, arch: str) -> Geometry:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fa4gen.codegen import compiler, reference
 from fa4gen.codegen.attention import (
     Split,
+    Workspace,
     attention_entry_info,
     attention_entry_infos,
     attention_launch,
@@ -26,9 +27,10 @@ from fa4gen.codegen.attention import (
     tiling,
 )
 from fa4gen.codegen.backends import Compiled, Launch
-from fa4gen.codegen.backends.cuda import CudaBackend
+from fa4gen.codegen.backends.cuda import CudaBackend, DeviceArray
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, parse_config
+from fa4gen.codegen.emulator import Uninitialized
 from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive, entry_configs, symbol
 from fa4gen.codegen.geometry_sm90 import REGISTERS_PER_SM, Sm90Geometry, derive_sm90
 from fa4gen.codegen.render import render
@@ -70,12 +72,13 @@ class Problem:
         self.config = c
         self.q = rng.standard_normal((batch, q_len, kv_heads * group, c.ov_depth), np.float32).astype(dtype)
         self.k, self.v = (rng.standard_normal((batch, keys, kv_heads, c.ov_depth), np.float32).astype(dtype) for _ in range(2))
+        self.out = np.empty(self.q.shape, DTYPES[c.out_dtype])
+        self.lse = np.empty((batch, kv_heads * group, q_len), np.float32)
         self.poison()
 
     def poison(self) -> None:
-        batch, q_len, q_heads, _ = self.q.shape
-        self.out = np.full(self.q.shape, np.nan, np.float32).astype(DTYPES[self.config.out_dtype])
-        self.lse = np.full((batch, q_heads, q_len), np.nan, np.float32)
+        self.out[:] = np.nan
+        self.lse[:] = np.nan
 
     def launch(self, **options: Any) -> Launch:
         return attention_launch(self.config, geometry(self.config), self.q, self.k, self.v, self.out, self.lse, **options)
@@ -121,6 +124,10 @@ def test_shared_memory_and_registers_fit(depth, rows, warpgroups, out_dtype):
         ({"ring_slots": 5, "warpgroups": 2}, "ring-per-warpgroup"),
         ({"ring_slots": 2, "warpgroups": 2}, "ring-floor"),
         ({"ring_slots": 1}, "ring-floor"),
+        ({"split": "fixed 100"}, "split-key-tiles"),
+        ({"split": "fixed"}, "split"),
+        ({"split": "fixed 0"}, "split"),
+        ({"split": "128"}, "split"),
         ({"ring_slots": 40}, "smem-bytes"),
     ],
 )
@@ -348,6 +355,79 @@ def test_fixed_partitions_make_a_sequence_independent_of_its_batch():
     assert alone.lse.tobytes() == many.lse[1].tobytes()
 
 
+def test_the_config_says_how_keys_are_split():
+    shape = (1, 1, 8192, 8)
+    given = Problem(config(), *shape).launch(partition_keys=128)
+    fixed = Problem(config(split="fixed 128"), *shape).launch()
+    auto = Problem(config(split="auto"), *shape).launch()
+    assert [argument for argument in fixed.args if isinstance(argument, np.generic)] == [a for a in given.args if isinstance(a, np.generic)]
+    assert fixed.grid == given.grid == (64, 1, 1)
+    assert auto.grid == Problem(config(), *shape).launch(partition_keys="auto").grid != (1, 1, 1)
+    assert Problem(config(split="fixed 128"), *shape).launch(partition_keys="auto").grid == auto.grid
+    # It is a matter of the launch: the kernel is the same.
+    assert symbol(config(split="auto"), "sm_90a") == symbol(config(), "sm_90a")
+
+
+def arrays(launch: Launch) -> list[np.ndarray]:
+    return [a.array if isinstance(a, Uninitialized) else a for a in launch.args if isinstance(a, (np.ndarray, Uninitialized))]
+
+
+def test_a_workspace_is_its_streams_own():
+    c = config()
+    small, large = Problem(c, 1, 1, 300, 8), Problem(c, 2, 1, 700, 8)
+    workspace, other = Workspace(), Workspace()
+    launches = [p.launch(partition_keys=64, workspace=workspace) for p in (small, large, small)]
+    for stranger in (large.launch(partition_keys=64, workspace=other), large.launch(partition_keys=64)):
+        assert not any(np.shares_memory(a, b) for launch in launches for a in arrays(launch)[1:] for b in arrays(stranger)[1:])
+    # Numbers rise; what is large enough is used again.
+    assert [launch.args[-4] for launch in launches] == [1, 2, 3]
+    assert arrays(launches[1])[1:] == arrays(launches[2])[1:]
+    for launch, problem in zip(launches, (small, large, small), strict=True):
+        problem.poison()
+        assert EmulatorBackend().run(compiled(source(c)), launch).hazards == []
+        problem.check(0.125)
+        assert not arrays(launch)[-1].any()
+
+
+class Aborted(Exception):
+    pass
+
+
+def test_counters_survive_an_aborted_launch():
+    c = config(warpgroups=2, out_dtype="float32")
+    problem = Problem(c, 2, 1, 1500, 8)
+    module, workspace = compiled(source(c)), Workspace()
+    expected = problem.launch(partition_keys=192, ctas=2, workspace=workspace)
+    assert EmulatorBackend().run(module, expected).hazards == []
+    first = problem.out.tobytes() + problem.lse.tobytes()
+    aborted = problem.launch(partition_keys=192, ctas=2, workspace=workspace)
+    counters = arrays(aborted)[-1]
+
+    def progress(_: int) -> None:
+        if counters.any():
+            raise Aborted
+
+    with pytest.raises(Aborted):
+        EmulatorBackend().run(module, aborted, progress=progress)
+    left = counters.copy()
+    assert left.any()
+    # A plain count would be taken for arrivals of the next launch: its merge would start too early.
+    problem.poison()
+    assert EmulatorBackend(seed=1).run(module, problem.launch(partition_keys=192, ctas=2, workspace=workspace)).hazards == []
+    assert problem.out.tobytes() + problem.lse.tobytes() == first
+    assert not counters.any()
+    # The same launch again without its number rising (a graph replayed) is right as long as none was aborted, and shows where one was.
+    again = problem.launch(partition_keys=192, ctas=2, workspace=workspace)
+    for _ in range(2):
+        problem.poison()
+        assert EmulatorBackend().run(module, again).hazards == []
+        assert problem.out.tobytes() + problem.lse.tobytes() == first
+    counters[:] = left - (left != 0) * np.uint64(1 << 32) + np.uint64(int(again.args[-4]) << 32) * (left != 0)
+    problem.poison()
+    EmulatorBackend().run(module, again)
+    assert problem.out.tobytes() + problem.lse.tobytes() != first
+
+
 # --- removed safeguards -----------------------------------------------------------------------------------------------
 
 MUTANTS = {
@@ -426,3 +506,122 @@ def test_attention_is_right_on_the_gpu(depth, rows, warpgroups):
                 problem = Problem(c, batch, q_len, keys, group, kv_heads)
                 gpu.run(module, problem.launch(**options))
                 problem.check(depth**-0.5)
+
+
+class OnDevice:
+    """A problem whose arrays stay on the device, and a workspace there."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.resident: list[DeviceArray] = []
+        self.stands: dict[int, np.ndarray] = {}
+        for array in (problem.q, problem.k, problem.v, problem.out, problem.lse):
+            self.stands[id(array)] = self.put(array)
+        self.workspace = Workspace(self.zeros)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        device = DeviceArray(array.shape, array.dtype)
+        device.store(array)
+        self.resident.append(device)
+        return device.stand_in
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        device = DeviceArray(shape, dtype)
+        device.fill(0)
+        self.resident.append(device)
+        return device.stand_in
+
+    def launch(self, **options: Any) -> Launch:
+        p = self.problem
+        q, k, v, out, lse = (self.stands[id(array)] for array in (p.q, p.k, p.v, p.out, p.lse))
+        return attention_launch(p.config, geometry(p.config), q, k, v, out, lse, workspace=self.workspace, **options)
+
+    def poison(self) -> None:
+        for device in self.resident[3:5]:
+            device.fill(0xFF)
+
+    def result(self) -> bytes:
+        return b"".join(device.fetch().tobytes() for device in self.resident[3:5])
+
+    def counters(self) -> np.ndarray:
+        return next(device for device in self.resident if device.stand_in.dtype == np.uint64).fetch()
+
+
+FIXED = [(512, 1), (256, 2), (512, 2), (128, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "warpgroups"), FIXED)
+def test_a_thousand_launches_give_the_same_bits(depth, warpgroups):
+    gpu = CudaBackend()
+    c = config(depth, None, warpgroups, split="fixed 256")
+    for q_len in (1, 4):
+        device = OnDevice(Problem(c, 2, q_len, 3000, 8, 2))
+        prepared = [gpu.prepare(compiled(source(c)), device.launch(ctas=ctas), device.resident) for ctas in (132, 7)]
+        results = set()
+        for turn in range(1000):
+            device.poison()
+            prepared[turn % 2].enqueue()
+            results.add(hash(device.result()))
+            assert not device.counters().any()
+        assert len(results) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "warpgroups"), FIXED)
+def test_a_sequence_gives_the_same_bits_in_any_batch(depth, warpgroups):
+    gpu = CudaBackend()
+    c = config(depth, None, warpgroups, out_dtype="float32", split="fixed 512")
+    module = compiled(source(c))
+    for q_len, keys in ((1, 2100), (4, 1000)):
+        many = Problem(c, 64, q_len, keys, 8, 1)
+        gpu.run(module, many.launch())
+        for batch in (1, 7):
+            few = Problem(c, batch, q_len, keys, 8, 1)
+            few.q, few.k, few.v = (array[5 : 5 + batch].copy() for array in (many.q, many.k, many.v))
+            gpu.run(module, few.launch())
+            assert few.out.tobytes() == many.out[5 : 5 + batch].tobytes()
+            assert few.lse.tobytes() == many.lse[5 : 5 + batch].tobytes()
+
+
+@pytest.mark.gpu
+def test_streams_with_a_workspace_each_do_not_disturb_each_other():
+    from cuda.bindings import driver
+
+    gpu = CudaBackend()
+    c = config(512, None, 1)
+    module = compiled(source(c))
+    devices = [OnDevice(Problem(c, 1, 1, 3000, 8, 2, seed=seed)) for seed in range(4)]
+    streams = [driver.cuStreamCreate(1)[1] for _ in devices]
+    prepared = [gpu.prepare(module, device.launch(partition_keys=192, ctas=32), device.resident) for device in devices]
+    expected = []
+    for device, launch in zip(devices, prepared, strict=True):
+        launch.enqueue()
+        expected.append(device.result())
+    for _ in range(30):
+        for device in devices:
+            device.poison()
+        assert int(driver.cuCtxSynchronize()[0]) == 0
+        for _ in range(5):
+            for launch, stream in zip(prepared, streams, strict=True):
+                launch.enqueue(stream)
+        assert int(driver.cuCtxSynchronize()[0]) == 0
+        assert [device.result() for device in devices] == expected
+        assert not any(device.counters().any() for device in devices)
+
+
+@pytest.mark.gpu
+def test_what_an_aborted_launch_leaves_does_not_count_on_the_gpu():
+    gpu = CudaBackend()
+    c = config(256, None, 2, split="fixed 128")
+    device = OnDevice(Problem(c, 3, 1, 1000, 8, 2))
+    module = compiled(source(c))
+    gpu.prepare(module, device.launch(), device.resident).enqueue()
+    first = device.result()
+    counters = next(d for d in device.resident if d.stand_in.dtype == np.uint64)
+    left = np.random.default_rng(0).integers(0, 8, counters.stand_in.shape).astype(np.uint64) + np.uint64(device.workspace.number << 32)
+    counters.store(left)
+    device.poison()
+    gpu.prepare(module, device.launch(), device.resident).enqueue()
+    assert device.result() == first
+    assert not device.counters().any()

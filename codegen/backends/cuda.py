@@ -174,6 +174,12 @@ class DeviceArray:
         """Sets every byte, in stream order."""
         _call(_driver().cuMemsetD8Async(self.address, byte, self.nbytes, 0), "fill device memory")
 
+    def store(self, array: np.ndarray) -> None:
+        """Sets what it holds, once all work before it is done; `array` is contiguous and of its layout."""
+        if array.nbytes != self.nbytes or not array.flags.c_contiguous:
+            raise BackendError(f"an array of {array.nbytes} bytes does not fit one of {self.nbytes}")
+        _call(_driver().cuMemcpyHtoD(self.address, array.ctypes.data, array.nbytes), "copy to the device")
+
     def fetch(self) -> np.ndarray:
         """A host copy, once all work before it is done."""
         array = np.empty_like(self.stand_in)
@@ -188,7 +194,7 @@ class DeviceArray:
 
 
 class PreparedLaunch:
-    """A launch whose parameters are encoded and whose arrays are on the device; `enqueue` repeats it in the default stream."""
+    """A launch whose parameters are encoded and whose arrays are on the device; `enqueue` repeats it, in the default stream or another."""
 
     def __init__(self, function: Any, launch: Launch, resident: Sequence[DeviceArray]) -> None:
         self.launch = launch
@@ -202,10 +208,10 @@ class PreparedLaunch:
             raise
         self._pointers = (ctypes.c_void_p * max(1, len(self._parameters)))(*[ctypes.addressof(p) for p in self._parameters])
 
-    def enqueue(self) -> None:
+    def enqueue(self, stream: Any = 0) -> None:
         launch = self.launch
         pointers = ctypes.addressof(self._pointers)
-        result = self._driver.cuLaunchKernel(self._function, *launch.grid, *launch.block, launch.smem_bytes, 0, pointers, 0)
+        result = self._driver.cuLaunchKernel(self._function, *launch.grid, *launch.block, launch.smem_bytes, stream, pointers, 0)
         _call(result, f"{launch.entry}: launch")
 
     def free(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -273,7 +273,9 @@ class Own:
         resident = (problem.q, problem.k, problem.v, self._out, self._lse)
         q, k, v, out, lse = (array.stand_in for array in resident)
         geo = derive(config, gpu.backend.arch)
-        launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys="auto")
+        # A config may fix how the keys are split; the fastest way is what is measured otherwise.
+        split: Literal["auto"] | None = None if config.split else "auto"
+        launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys=split)
         self.grid = launch.grid
         self.resources = module.kernels[launch.entry]
         self._prepared = gpu.backend.prepare(Compiled(module.arch, module.ptx, module.cubin), launch, resident)

@@ -425,12 +425,22 @@ __device__ __forceinline__ void ptx_stmatrix_trans(unsigned address, const unsig
                  : "memory");
 }
 
-// Adds 1 to *address and returns what was there; at `last` it wraps to 0. Releases what this thread has seen written and acquires what
-// earlier callers had, at GPU scope. PTX ISA "atom", .inc.
-__device__ __forceinline__ unsigned ptx_atom_inc_acq_rel(unsigned* address, unsigned last) {
-    unsigned previous;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(previous) : "l"(address), "r"(last) : "memory");
+// Raises *address to at least `value`, at GPU scope, unordered with other accesses but those to the same address. PTX ISA "red", .max.
+__device__ __forceinline__ void ptx_red_max_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Adds `value` to *address and returns what was there. Releases what this thread has seen written and acquires what earlier callers had, at
+// GPU scope. PTX ISA "atom", .add.
+__device__ __forceinline__ unsigned long long ptx_atom_add_acq_rel(unsigned long long* address, unsigned long long value) {
+    unsigned long long previous;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(previous) : "l"(address), "l"(value) : "memory");
     return previous;
+}
+
+// Stores to global memory as an atomic does: whole, at GPU scope, and in order with other atomics on the address. PTX ISA "st", .relaxed.
+__device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 // Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
@@ -635,10 +645,25 @@ __device__ __forceinline__ void wait(unsigned mbarrier, unsigned parity) {
 
 // What the partitions of a query tile hand over in global memory: each its O, normalised, and the log2 of its LSE.
 struct Workspace {
-    float* o;           // [query_tile][partition][block][quad of registers][128 threads][4]
-    float* lse;         // [query_tile][partition][32 lanes]
-    unsigned* arrived;  // [query_tile], 0 before and after a launch
+    float* o;                     // [query_tile][partition][block][quad of registers][128 threads][4]
+    float* lse;                   // [query_tile][partition][32 lanes]
+    unsigned long long* arrived;  // [query_tile], see arrive_last
+    unsigned launch;              // the number of this launch
 };
+
+// Whether this thread is the last of `expected` to arrive at a counter in this launch; it then acquires what the others have released.
+//
+// A counter is 0 between launches: the last arrival sees to that. A launch that was aborted may leave anything, so a counter also names the
+// launch that it counts for, in its upper half: every arrival first raises it to its own launch's number, with nothing counted, which
+// leaves a count under way as it is and starts afresh from what an earlier launch left. Numbers of launches with one workspace rise; the
+// same may come again (a graph that is replayed) as long as no launch in between was aborted. The raise waits for nothing.
+__device__ __forceinline__ bool arrive_last(unsigned long long* counter, unsigned launch, unsigned expected) {
+    const unsigned long long none = (unsigned long long)launch << 32;
+    ptx_red_max_relaxed(counter, none);
+    if (ptx_atom_add_acq_rel(counter, 1) != none + expected - 1) return false;
+    ptx_st_relaxed(counter, 0);
+    return true;
+}
 
 // The blocks of O that a warpgroup finishes, and the barrier of the threads that finish the item together.
 struct Share {
@@ -1014,7 +1039,7 @@ __device__ __forceinline__ bool publish(const float (&o)[O_BLOCKS][Tile::FRAGMEN
     // Orders every thread's part of the partition before the arrival, which releases them all.
     ptx_bar_sync(share.barrier, share.threads);
     if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())
-        last[0] = ptx_atom_inc_acq_rel(workspace.arrived + item.query_tile, item.used - 1) == item.used - 1;
+        last[0] = arrive_last(workspace.arrived + item.query_tile, workspace.launch, item.used);
     // Orders the answer, and with it the other partitions, before every thread's reads.
     ptx_bar_sync(share.barrier, share.threads);
     const unsigned answer = last[0];
@@ -1212,8 +1237,9 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 // q_map, out_map  [batch][kv_heads][q_len][group][DEPTH], box 1 x 1 x positions x heads x 128 bytes, 128-byte swizzle
 // k_map, v_map    [batch][kv_heads][DEPTH / 64][keys][64], box 1 x 1 x SLOT_CHUNKS x BLOCK_KEYS x 64, 128-byte swizzle
 // lse             [batch][kv_heads * group][q_len] float, natural logarithm
-// partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last three are not read
-// partial_o, partial_lse, arrived: see Workspace; `arrived` is all 0 before the launch, and so it is after
+// partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last four are not read
+// launch: a number that rises with every launch that uses the workspace, see arrive_last
+// partial_o, partial_lse, arrived: see Workspace. It belongs to one launch at a time, so to a stream; `arrived` is 0 at first, and after a launch.
 // Grid: any number of CTAs; CTA c takes items c, c + gridDim.x, ... Block: THREADS.
 template <class Tile>
 __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
@@ -1270,25 +1296,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived});
+                    Workspace{partial_o, partial_lse, arrived, launch});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t16_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived) {
     attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived});
+                    Workspace{partial_o, partial_lse, arrived, launch});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t32_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived) {
     attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived});
+                    Workspace{partial_o, partial_lse, arrived, launch});
 }
