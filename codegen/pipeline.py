@@ -10,7 +10,7 @@ from typing import Literal
 
 from .config import WARPGROUP_THREADS, Config
 from .geometry import F32_BYTES, MBARRIER_BYTES, SUB_TILE_DEPTH, Geometry, Region, place
-from .geometry_sm90 import WARP_THREADS, Sm90Geometry
+from .geometry_sm90 import WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
 from .geometry_sm100 import Sm100Geometry
 
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a warpgroup
@@ -114,26 +114,36 @@ class Content:
     until: str
 
 
-def described(config: Config, geo: Geometry) -> bool:
-    """Whether the tables here are of the full kernel of this config: the sm_90a ones are of the shared-key kernel."""
-    return isinstance(geo, Sm100Geometry) or config.shared_key
-
-
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
-def softmax_role(geo: Geometry, warpgroup: int) -> str:
-    """The name of the role that works on scores: of sm_100a "softmax", of sm_90a "attend", with the warpgroup where there are two."""
+def softmax_role(geo: Geometry, index: int) -> str:
+    """The name of the role that works on scores, "softmax" on sm_100a, "attend" on sm_90a, and which where there are several: they are
+    warpgroups, in the key-split kernel for sm_90a parts of one.
+    """
     name = "softmax" if isinstance(geo, Sm100Geometry) else "attend"
-    return f"{name} {warpgroup}" if geo.warpgroups > 1 else name
+    return f"{name} {index}" if _consumers(geo) > 1 else name
+
+
+def rings(geo: Geometry) -> int:
+    """Rings of the full kernel: one on sm_100a, on sm_90a one for each warpgroup, in key-split for each part."""
+    return 1 if isinstance(geo, Sm100Geometry) else _consumers(geo)
+
+
+def _consumers(geo: Geometry) -> int:
+    return geo.m_pack if isinstance(geo, Sm90KeySplitGeometry) else geo.warpgroups
+
+
+def _consumer_warps(geo: Geometry) -> int:
+    return geo.part_warps if isinstance(geo, Sm90KeySplitGeometry) else WARPS
 
 
 def _softmax_roles(geo: Geometry) -> tuple[str, ...]:
-    return tuple(softmax_role(geo, w) for w in range(geo.warpgroups))
+    return tuple(softmax_role(geo, index) for index in range(_consumers(geo)))
 
 
-def _producer(geo: Sm90Geometry, warpgroup: int) -> str:
-    return f"load K V {warpgroup}" if geo.warpgroups > 1 else "load K V"
+def _producer(geo: Sm90Geometry, ring: int) -> str:
+    return f"load K V {ring}" if _consumers(geo) > 1 else "load K V"
 
 
 def roles(geo: Geometry) -> tuple[Role, ...]:
@@ -151,14 +161,15 @@ def roles(geo: Geometry) -> tuple[Role, ...]:
         )
     assert isinstance(geo, Sm90Geometry)
     task = "scores, probabilities and O of its key tiles; at the end O and LSE"
-    result = [Role(name, WARPS * w, WARPS, geo.consumer_registers, task) for w, name in enumerate(_softmax_roles(geo))]
+    warps, producers = _consumer_warps(geo), _consumers(geo)
+    result = [Role(name, warps * i, warps, geo.consumer_registers, task) for i, name in enumerate(_softmax_roles(geo))]
     first = WARPS * geo.warpgroups
-    for w in range(geo.warpgroups):
-        result.append(Role(_producer(geo, w), first + w, 1, geo.producer_registers, "fills a ring with K and V by TMA, one thread"))
-    result.append(Role("load Q", first + geo.warpgroups, 1, geo.producer_registers, "Q of every item by TMA, one thread"))
-    left = geo.producer_warps - geo.warpgroups - 1
+    for ring in range(producers):
+        result.append(Role(_producer(geo, ring), first + ring, 1, geo.producer_registers, "fills a ring with K and V by TMA, one thread"))
+    result.append(Role("load Q", first + producers, 1, geo.producer_registers, "Q of every item by TMA, one thread"))
+    left = geo.producer_warps - producers - 1
     if left:
-        result.append(Role(IDLE, first + geo.warpgroups + 1, left, geo.producer_registers, "complete the warpgroup"))
+        result.append(Role(IDLE, first + producers + 1, left, geo.producer_registers, "complete the warpgroup"))
     return tuple(result)
 
 
@@ -228,6 +239,8 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
         return geo.offset(region) + index * MBARRIER_BYTES
 
     consumers = _softmax_roles(geo)
+    key_split = isinstance(geo, Sm90KeySplitGeometry)
+    readers = geo.row_warps if isinstance(geo, Sm90KeySplitGeometry) else WARPS
     result = []
     for slot in range(geo.ring_slots):
         w = slot // geo.slots_per_ring
@@ -244,15 +257,20 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
                 "the slot's copy has landed",
             )
         )
-        release: tuple[Arrival, ...] = (Arrival(consumer, WARPS, "arrive"),)
+        release: tuple[Arrival, ...] = (Arrival(consumer, readers, "arrive"),)
         means = "the warps' MMAs have read the slot"
         result.append(Mbarrier(f"empty[{slot}]", at("mbar_empty", slot), release, 0, (producer,), "use of the slot", means))
     for buffer in range(geo.q_buffers):
         announce = (Arrival("load Q", 1, "expect_tx"),)
         result.append(Mbarrier(f"q_full[{buffer}]", at("mbar_q_full", buffer), announce, geo.q_bytes, consumers, "item", "Q has landed"))
-        release = tuple(Arrival(consumer, WARPS, "arrive") for consumer in consumers)
+        release = tuple(Arrival(consumer, _consumer_warps(geo), "arrive") for consumer in consumers)
         means = "Q is read, and the O staged over it is stored" if geo.out_region == "q" else "Q is read"
         result.append(Mbarrier(f"q_empty[{buffer}]", at("mbar_q_empty", buffer), release, 0, ("load Q",), "item", means))
+    if key_split:
+        announce = (Arrival(consumers[0], 1, "expect_tx"),)
+        means = "O of some partitions, first also all their LSEs, have landed, as many bytes as there are"
+        result.append(Mbarrier("merge", at("mbar_merge", 0), announce, 0, consumers, "copy in a merge", means, split_only=True))
+        return result
     for w, consumer in enumerate(consumers):
         own = (Arrival(consumer, 1, "arrive"),)
         means = "whether this CTA merges the partitions is decided"
@@ -282,6 +300,11 @@ def named_barriers(config: Config, geo: Geometry) -> tuple[NamedBarrier, ...]:
         return tuple(result)
     geo = _sm90(geo)
     result = [NamedBarrier(0, geo.threads, start, "start: mbarriers before the roles part")]
+    if isinstance(geo, Sm90KeySplitGeometry):
+        orders = "combine or level 1: O and (m, l) of all parts before they are read"
+        result.append(NamedBarrier(0, WARPGROUP_THREADS, consumers, orders))
+        result.append(NamedBarrier(1, WARPGROUP_THREADS, consumers, "O tile staged; with split keys also the workspace of a partition"))
+        return tuple(result)
     when = "when a row has outgrown the last maxima" if config.rescale == "lazy" else "each key tile"
     for w, attend in enumerate(consumers):
         result.append(NamedBarrier(w, WARPGROUP_THREADS, (attend,), f"exchange: row maxima {when}, row sums at the end"))
@@ -334,16 +357,17 @@ def _walk_sm100(geo: Sm100Geometry, tiles: int) -> list[RingUse]:
 
 def _walk_sm90(geo: Sm90Geometry, tiles: int) -> list[RingUse]:
     result: list[RingUse] = []
-    for ring in range(geo.warpgroups):
+    key_split = isinstance(geo, Sm90KeySplitGeometry)
+    for ring in range(_consumers(geo)):
         position = 0
-        for tile in range(ring, tiles, geo.warpgroups):
+        for tile in range(ring, tiles, _consumers(geo)):
             for part in range(2 * geo.tile_slots):
                 round_, slot = divmod(position, geo.slots_per_ring)
                 sub_tile = part % geo.tile_slots
                 depth = sub_tile * geo.slot_chunks * SUB_TILE_DEPTH
                 is_k = part < geo.tile_slots
                 product = "S" if is_k else "P.V"
-                released = f"{product} of tile {tile}, once the next slot's MMAs are issued or all are done"
+                released = f"{product} of tile {tile}" + ("" if key_split else ", once the next slot's MMAs are issued or all are done")
                 result.append(
                     RingUse(
                         ring,
@@ -410,7 +434,7 @@ def smem_contents(config: Config, geo: Geometry) -> tuple[Content, ...]:
 
 def _family(role: str) -> str:
     """A role without its warpgroup."""
-    return role.rstrip("01").strip()
+    return role.rstrip("0123456789").strip()
 
 
 def _smem_sm100(geo: Sm100Geometry) -> dict[str, tuple[str, str, str, str]]:
@@ -447,10 +471,20 @@ def _smem_sm90(geo: Sm90Geometry, config: Config) -> dict[str, tuple[str, str, s
     staged = " O tile over it at the end" if geo.out_region == "q" else ""
     until = "the item's last S" + (f";{staged}" if staged else "")
     merge = "level 2" + ("; O tile over it at the end" if geo.out_region == "merge_o" else "")
+    several = f"{rings(geo)} rings" if rings(geo) > 1 else "1 ring"
+    pieces = f"; merging partitions: O, {geo.piece_bytes:,} bytes a slot" if geo.piece_bytes else ""
+    staged_rows = geo.rows if isinstance(geo, Sm90KeySplitGeometry) else rows
+    weights = f"[{geo.max_partitions} partitions][{rows if isinstance(geo, Sm90KeySplitGeometry) else WARP_THREADS}]"
     return {
+        "stage": (
+            f"raw O of {geo.m_pack} parts, [{depth} / 4][{geo.rows} rows][4] float32 each; merging partitions: their O",
+            "attend, bulk copies",
+            "attend",
+            "the item's end",
+        ),
+        "maxsum": (f"[{geo.m_pack}][{geo.rows} rows] (m, l) float32", "attend", "attend", "combine or level 1"),
         "ring": (
-            f"{geo.warpgroups} ring{'s' if geo.warpgroups > 1 else ''} of {geo.slots_per_ring} slots: K or V [{geo.block_keys} keys]"
-            f"[{columns} depth], swizzled; merging partitions: O, {geo.piece_bytes:,} bytes a slot",
+            f"{several} of {geo.slots_per_ring} slots: K or V [{geo.block_keys} keys][{columns} depth], swizzled{pieces}",
             "load K V (TMA)",
             "attend",
             "its MMAs",
@@ -462,11 +496,11 @@ def _smem_sm90(geo: Sm90Geometry, config: Config) -> dict[str, tuple[str, str, s
             "attend (wgmma)",
             "its P.V",
         ),
-        "out": (f"O tile [{rows} rows][{depth}] {config.out_dtype}", "attend", "TMA store", "the item's end"),
+        "out": (f"O tile [{staged_rows} rows][{depth}] {config.out_dtype}", "attend", "TMA store", "the item's end"),
         "merge_o": (f"O that the other warpgroup finishes, [{rows * depth}] float32", "attend", "attend", merge),
         "merge_ml": (f"2 x [{WARP_THREADS}] (m, l) float32", "attend", "attend", "level 2"),
         "exchange": ("2 warpgroups x 2 parities x [128] float32: partial maxima, then sums", "attend", "attend", "the row sums"),
-        "weights": (f"[{geo.max_partitions} partitions][{WARP_THREADS}] float32: LSE of each", "attend", "attend", "the partitions' merge"),
+        "weights": (f"{weights} float32: LSE of each", "attend", "attend", "the partitions' merge"),
         "last": (
             "whether this CTA merges the partitions: for the consumers, for each producer",
             "attend",
@@ -550,11 +584,11 @@ __all__ = [
     "RingUse",
     "Role",
     "Unit",
-    "described",
     "epilogue",
     "mbarriers",
     "named_barriers",
     "ring_walk",
+    "rings",
     "role_of_warp",
     "roles",
     "smem_contents",

@@ -12,7 +12,7 @@ import numpy as np
 from .. import pipeline, runner
 from ..config import Config, load_config
 from ..files import check_writable, write_whole
-from ..geometry import SUB_TILE_DEPTH, derive, symbol
+from ..geometry import SUB_TILE_DEPTH, Geometry, derive, symbol
 from ..progress import emulation_progress
 from ..render import has_attention
 from ..text import one_line
@@ -137,9 +137,8 @@ def trace_attention(
 
     Raises RunError for a shape that is not possible, CompileError, InspectError where the kernel cannot be executed.
     """
-    recorder, result, shape = record_attention(config, arch, options, progress)
-    config = launched(config, arch, options)
-    geo = derive(config, arch)
+    run = record_attention(config, arch, options, progress)
+    geo, result = run.geo, run.result
     names = {barrier.offset: barrier.name for barrier in pipeline.mbarriers(geo)}
     uses: dict[tuple[int, int], list[str]] = {}
     for barrier in pipeline.named_barriers(config, geo):
@@ -156,15 +155,15 @@ def trace_attention(
         return f"barrier {number} of {threads}" + (f" ({'; '.join(known)})" if known else "")
 
     trace = chrome_trace(
-        recorder,
+        run.recorder,
         row=row,
         mbarrier=lambda offset: names.get(offset, f"mbarrier at {offset}"),
         barrier=named,
         metadata={
             "kernel": {
-                "entry": symbol(config, arch),
+                "entry": symbol(run.entry, arch),
                 "arch": arch,
-                "shape": shape,
+                "shape": run.shape,
                 "scheduler_seed": options.seed,
                 "warp_instructions": result.instructions,
                 "hazards": len(result.hazards),
@@ -174,12 +173,15 @@ def trace_attention(
     return trace, result
 
 
-def launched(config: Config, arch: str, options: runner.RunOptions) -> Config:
-    """The config of the entry that the runner's input takes: `config`, with the rows of the tile where they depend on it."""
-    from ..attention import entry_config
+@dataclass(frozen=True)
+class Recorded:
+    """A run of the full kernel under a recorder. shape: in words; entry, geo: of the entry of attention.cu that ran."""
 
-    problem = runner.attention_problem(config, options)
-    return entry_config(config, arch, problem.q.shape[1], problem.q.shape[2] // problem.k.shape[2])
+    recorder: Recorder
+    result: LaunchResult
+    shape: str
+    entry: Config
+    geo: Geometry
 
 
 def record_attention(
@@ -188,23 +190,24 @@ def record_attention(
     options: runner.RunOptions,
     progress: Callable[[int], None] | None = None,
     **launch_options: Any,
-) -> tuple[Recorder, LaunchResult, str]:
-    """Runs the full kernel on the emulator under a recorder: the recorder, the result, the shape in words.
+) -> Recorded:
+    """Runs the full kernel on the emulator under a recorder.
 
     launch_options: partition_keys, ctas, as attention_launch takes them. Raises RunError, CompileError, InspectError.
     """
-    from ..attention import attention_entry_info, attention_launch
+    from ..attention import attention_entry_info, attention_launch, entry_config
     from ..emulator import LaunchError, Memory, Program, PtxError, TensorMap
     from ..emulator.memory import SHARED_START
     from ..units import DTYPES, poisoned
 
-    geo = derive(config, arch)
     problem = runner.attention_problem(config, options)
+    entry = entry_config(config, arch, problem.q.shape[1], problem.q.shape[2] // problem.k.shape[2])
+    geo = derive(entry, arch)
     compiled = runner.compiled_sources(config, arch)["attention.cu"]
     out = poisoned(problem.q.shape, DTYPES[config.out_dtype])
     lse = poisoned((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]), np.dtype(np.float32))
-    launch = attention_launch(config, geo, problem.q, problem.k, problem.v, out, lse, **launch_options)
-    arguments = [argument["name"] for argument in attention_entry_info(config, geo)["arguments"]]
+    launch = attention_launch(entry, geo, problem.q, problem.k, problem.v, out, lse, **launch_options)
+    arguments = [argument["name"] for argument in attention_entry_info(entry, geo)["arguments"]]
     arrays = {
         id(value): name.removesuffix("_map") for name, value in zip(arguments, launch.args, strict=True) if isinstance(value, TensorMap)
     }
@@ -229,7 +232,7 @@ def record_attention(
         )
     except (PtxError, LaunchError) as error:
         raise InspectError(f"{launch.entry}: {error}") from error
-    return recorder, result, problem.shape
+    return Recorded(recorder, result, problem.shape, entry, geo)
 
 
 __all__ = ["InspectError", "InspectOptions", "record_attention", "run", "trace_attention"]

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .. import artifacts, compiler, pipeline, render
-from ..attention import attention_entry_info
 from ..config import Config
-from ..geometry import Geometry, derive
+from ..geometry import Geometry, derive, entry_configs, symbol
 from ..render import has_attention
 
 WALK_TILES = 4
+RING_TILES = 2
 RESOURCES = artifacts.RESOURCE_KEYS
 
 
@@ -31,7 +31,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is shown. attention: whether the target has the full kernel. source: where the resource figures come from."""
+    """What is shown. attention: whether the target has the full kernel. source: where the resource figures come from.
+
+    geo: of the entry of attention.cu whose tiles have the most rows; entries: the configs of all, that one first (see entry_configs).
+    """
 
     config: Config
     arch: str
@@ -39,6 +42,7 @@ class Facts:
     attention: bool
     kernels: tuple[Kernel, ...]
     source: str
+    entries: tuple[Config, ...]
 
     @property
     def title(self) -> str:
@@ -46,17 +50,23 @@ class Facts:
         return f"{self.config.name} on {self.arch}: depth {self.geo.depth}, {self.geo.m_pack} x {self.geo.rows} rows, {mode}"
 
 
+def walk_tiles(geo: Geometry) -> int:
+    """Key tiles over which the walk of the ring is shown: a few, and for each of several rings also."""
+    return max(WALK_TILES, RING_TILES * pipeline.rings(geo))
+
+
 def gather(config: Config, arch: str) -> Facts:
     """Raises ConfigError, RenderError, CompileError."""
-    geo = derive(config, arch)
     attention = has_attention(config, arch)
+    entries = sorted(entry_configs(config, arch), key=lambda entry: -derive(entry, arch).tile_rows)
+    geo = derive(entries[0], arch)
     resources, source = _resources(config, arch)
     kernels = []
     for entry, info in artifacts.entry_info(config, arch).items():
         x, y, z = info["block"]
         full = info["file"] == "attention.cu"
         kernels.append(Kernel(entry, full, x * y * z, info["smem_bytes"], resources.get(entry, {})))
-    return Facts(config, arch, geo, attention, tuple(kernels), source)
+    return Facts(config, arch, geo, attention, tuple(kernels), source, tuple(entries))
 
 
 def _resources(config: Config, arch: str) -> tuple[dict[str, Mapping[str, int]], str]:
@@ -97,20 +107,26 @@ def as_json(facts: Facts) -> dict[str, Any]:
             for kernel in facts.kernels
         },
         "units": [asdict(unit) for unit in pipeline.units(config, geo)],
-        "attention": None,
+        "attention": [_attention(entry, facts.arch) for entry in facts.entries] if facts.attention else [],
     }
-    if facts.attention:
-        result["attention"] = {
-            "entry": attention_entry_info(config, geo)["name"],
-            "roles": [asdict(role) for role in pipeline.roles(geo)],
-            "tmem": [_content(content) for content in pipeline.tmem_contents(geo)],
-            "smem": [_content(content) for content in pipeline.smem_contents(config, geo)],
-            "epilogue": [_content(content) for content in pipeline.epilogue(geo)],
-            "ring": [asdict(use) for use in pipeline.ring_walk(geo, WALK_TILES)],
-            "mbarriers": [asdict(barrier) | {"count": barrier.count} for barrier in pipeline.mbarriers(geo)],
-            "named_barriers": [asdict(barrier) for barrier in pipeline.named_barriers(config, geo)],
-        }
     return result
+
+
+def _attention(config: Config, arch: str) -> dict[str, Any]:
+    """The tables of one entry of attention.cu."""
+    geo = derive(config, arch)
+    return {
+        "entry": symbol(config, arch),
+        "tile_rows": geo.tile_rows,
+        "smem_bytes": geo.smem_bytes,
+        "roles": [asdict(role) for role in pipeline.roles(geo)],
+        "tmem": [_content(content) for content in pipeline.tmem_contents(geo)],
+        "smem": [_content(content) for content in pipeline.smem_contents(config, geo)],
+        "epilogue": [_content(content) for content in pipeline.epilogue(geo)],
+        "ring": [asdict(use) for use in pipeline.ring_walk(geo, walk_tiles(geo))],
+        "mbarriers": [asdict(barrier) | {"count": barrier.count} for barrier in pipeline.mbarriers(geo)],
+        "named_barriers": [asdict(barrier) for barrier in pipeline.named_barriers(config, geo)],
+    }
 
 
 def _content(content: pipeline.Content) -> dict[str, Any]:

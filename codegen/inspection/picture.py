@@ -10,10 +10,10 @@ from itertools import groupby
 from xml.sax.saxutils import escape, quoteattr
 
 from .. import pipeline
-from ..geometry import SMEM_LIMIT_BYTES, Geometry
+from ..geometry import SMEM_LIMIT_BYTES, Geometry, symbol
 from ..geometry_sm90 import Sm90Geometry
 from ..geometry_sm100 import TMEM_COLUMNS, Sm100Geometry
-from .facts import WALK_TILES, Facts
+from .facts import Facts, walk_tiles
 
 WIDTH = 1200
 MARGIN = 30
@@ -131,7 +131,8 @@ def picture(targets: Sequence[Facts]) -> str:
 def _panel(sheet: _Sheet, facts: Facts) -> None:
     sheet.y += 44
     sheet.text(MARGIN, sheet.y, facts.title, "h1")
-    kernel = next((kernel for kernel in facts.kernels if kernel.full), None)
+    entry = symbol(facts.entries[0], facts.arch)
+    kernel = next((kernel for kernel in facts.kernels if kernel.entry == entry), None)
     if kernel is None:
         sheet.y += 22
         sheet.text(MARGIN, sheet.y, f"There is no attention kernel for {facts.arch}: its unit kernels only.", "dim")
@@ -287,11 +288,12 @@ def _part_labels(geo: Sm100Geometry, is_s: bool, part: int, tile: int) -> list[s
 
 
 def _ring(sheet: _Sheet, geo: Geometry) -> None:
-    walk = pipeline.ring_walk(geo, WALK_TILES)
+    tiles = walk_tiles(geo)
+    walk = pipeline.ring_walk(geo, tiles)
     rings = [list(uses) for _, uses in groupby(walk, key=lambda use: use.ring)]
     slots = geo.ring_slots // len(rings)
     longest = max(len(uses) for uses in rings)
-    note = f"{WALK_TILES} key tiles, in the order of the fills; a box lasts until its slot is filled again; K2.3: key tile 2, sub-tile 3"
+    note = f"{tiles} key tiles, in the order of the fills; a box lasts until its slot is filled again; K2.3: key tile 2, sub-tile 3"
     sheet.heading("Ring" if len(rings) == 1 else "Rings", note)
     left = MARGIN + 70
     step = (INNER - 70) / (longest + slots - 1)

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .. import pipeline
-from ..geometry import Geometry, Region
+from ..geometry import Geometry, Region, derive, symbol
 from ..geometry_sm100 import Sm100Geometry
-from .facts import WALK_TILES, Facts
+from .facts import Facts, walk_tiles
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,19 @@ class Sheet:
 def sheets(facts: Facts) -> list[Sheet]:
     """Every table, in the order in which it is printed."""
     result = [*_attention_sheets(facts)] if facts.attention else []
-    return [*result, _kernels(facts), *_unit_sheets(facts)]
+    others = [_others(facts)] if facts.attention and len(facts.entries) > 1 else []
+    return [*result, *others, _kernels(facts), *_unit_sheets(facts)]
+
+
+def _others(facts: Facts) -> Sheet:
+    """The entries that the tables above are not of."""
+    rows = []
+    for entry in facts.entries[1:]:
+        geo = derive(entry, facts.arch)
+        name = symbol(entry, facts.arch)
+        rows.append((name, str(geo.tile_rows), f"{geo.smem_bytes:,}", str(geo.ring_slots), f"{geo.slot_bytes:,}", str(geo.mbarriers)))
+    title = f"Other entries of attention.cu (the tables above are of {facts.geo.tile_rows} rows a tile; for these set tile_rows)"
+    return Sheet(title, ("entry", ">rows a tile", ">SMEM", ">ring slots", ">of bytes", ">mbarriers"), rows)
 
 
 def _attention_sheets(facts: Facts) -> Iterator[Sheet]:
@@ -89,8 +101,10 @@ def _roles(geo: Geometry) -> Sheet:
 def _ring(geo: Geometry) -> Sheet:
     """A row for each tile of K or V: the slot of each sub-tile, `'` where its phase has parity 1."""
     rows = []
-    two_rings = len({use.ring for use in pipeline.ring_walk(geo, WALK_TILES)}) > 1
-    for (ring, operand, tile), group in groupby(pipeline.ring_walk(geo, WALK_TILES), key=lambda use: (use.ring, use.operand, use.tile)):
+    tiles = walk_tiles(geo)
+    walk = pipeline.ring_walk(geo, tiles)
+    two_rings = pipeline.rings(geo) > 1
+    for (ring, operand, tile), group in groupby(walk, key=lambda use: (use.ring, use.operand, use.tile)):
         uses = list(group)
         slots = " ".join(f"{use.slot}{_PRIME if use.parity else ''}" for use in uses)
         what = f"{operand} of key tile {tile}"
@@ -106,7 +120,7 @@ def _ring(geo: Geometry) -> Sheet:
         "sub-tiles (key, depth)",
         "released by",
     )
-    return Sheet(f"Ring walk, {WALK_TILES} key tiles: {geo.ring_slots} slots of {geo.slot_bytes:,} bytes", headers, rows)
+    return Sheet(f"Ring walk, {tiles} key tiles: {geo.ring_slots} slots of {geo.slot_bytes:,} bytes", headers, rows)
 
 
 _PRIME = "'"
