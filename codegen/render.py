@@ -62,7 +62,7 @@ def template_source(name: str) -> str:
 
 def has_attention(config: Config, arch: str) -> bool:
     """Whether the full kernel of `config` is generated for `arch`: always, except on sm_90a in shared-key with m_pack 2."""
-    return arch == "sm_100a" or (config.shared_key and config.m_pack == 4)
+    return arch == "sm_100a" or not config.shared_key or config.m_pack == 4
 
 
 def targets(config: Config, arch: str) -> dict[str, tuple[str, bool, str | None]]:

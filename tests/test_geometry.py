@@ -134,7 +134,8 @@ def test_derived_ring_is_the_largest_legal_one(name: str, arch: str) -> None:
     config = load_shipped(name)
     geo = derive(config, arch)
     fields = config.model_dump() | {"arch": [arch]}
-    step = geo.warpgroups if arch == "sm_90a" else 1
+    rings = geo.warpgroups if config.shared_key else geo.m_pack
+    step = rings if arch == "sm_90a" else 1
     given = derive(parse_config(fields | {"ring_slots": geo.ring_slots}), arch)
     assert given == geo
     with pytest.raises(ConfigError) as caught:
@@ -183,7 +184,17 @@ def test_unequal_depths_break_the_ring_walk() -> None:
 def test_common_fields_agree_between_targets(name: str) -> None:
     config = load_shipped(name)
     ours, theirs = derive(config, "sm_90a"), derive(config, "sm_100a")
-    tile_maps = {"arch", "block_keys", "ring_slots", "slot_bytes", "smem_bytes", "mbarriers", "tmem_columns", "tmem_columns_allocated"}
+    tile_maps = {
+        "arch",
+        "warpgroups",
+        "block_keys",
+        "ring_slots",
+        "slot_bytes",
+        "smem_bytes",
+        "mbarriers",
+        "tmem_columns",
+        "tmem_columns_allocated",
+    }
     for field in dataclasses.fields(Geometry):
         if field.name not in tile_maps:
             assert getattr(ours, field.name) == getattr(theirs, field.name), field.name

@@ -91,13 +91,14 @@ def test_headers_can_be_used_alone_and_together(name: str, arch: str) -> None:
 def test_files_of_the_modes() -> None:
     assert list(render(load_shipped("d512"), "sm_90a")) == ["exchange4.cuh", "level0.cuh", "unit.cu", "attention.cu"]
     assert list(render(load_shipped("d512"), "sm_100a")) == ["exchange4.cuh", "level0.cuh", "unit.cu", "attention.cu"]
-    assert list(render(load_shipped("d128"), "sm_90a")) == ["combine.cuh", "unit.cu"]
+    assert list(render(load_shipped("d128"), "sm_90a")) == ["combine.cuh", "unit.cu", "attention.cu"]
+    assert list(render(load_shipped("d256_m2"), "sm_90a")) == ["exchange4.cuh", "level0.cuh", "unit.cu"]
 
 
 @pytest.mark.parametrize("name", shipped_configs())
 def test_where_the_full_kernel_is_generated(name: str) -> None:
     config = load_shipped(name)
-    assert has_attention(config, "sm_90a") == (name in ("d256", "d512"))
+    assert has_attention(config, "sm_90a") == (name != "d256_m2")
     assert has_attention(config, "sm_100a")
 
 

@@ -1,0 +1,346 @@
+"""The sm_90a key-split attention kernel: geometry, the combine's bits, results on the emulator, and what each removed safeguard causes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fa4gen.codegen import compiler, reference
+from fa4gen.codegen.attention import attention_entry_info, attention_launch
+from fa4gen.codegen.backends import Compiled, Launch
+from fa4gen.codegen.backends.cuda import CudaBackend
+from fa4gen.codegen.backends.emulator import EmulatorBackend
+from fa4gen.codegen.config import Config, ConfigError, parse_config
+from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive
+from fa4gen.codegen.geometry_sm90 import MAX_REGISTERS, REGISTERS_PER_SM, Sm90KeySplitGeometry
+from fa4gen.codegen.render import render, render_stream
+
+DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# ||out - ref|| / ||ref||: a rounding of P and one of O, each uniform within half a unit in the last place.
+OUT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4}
+M2 = {"m_pack": 2, "rows": 64}
+SHAPES = [(depth, pack, rows) for depth in (64, 128) for pack in (4, 2) for rows in (8, 16, 32, 64) if rows <= 128 // pack]
+
+
+def config(**fields: Any) -> Config:
+    return parse_config({"name": "t", "shared_key": False, "arch": ["sm_90a"], "ov_depth": 64, **fields})
+
+
+def shaped(depth: int, pack: int, tile_rows: int, **fields: Any) -> Config:
+    return config(ov_depth=depth, m_pack=pack, rows=128 // pack, tile_rows=tile_rows, **fields)
+
+
+def geometry(c: Config) -> Sm90KeySplitGeometry:
+    geo = derive(c, "sm_90a")
+    assert isinstance(geo, Sm90KeySplitGeometry)
+    return geo
+
+
+@cache
+def source(c: Config) -> str:
+    return render(c, "sm_90a")["attention.cu"]
+
+
+def compiled(text: str) -> Compiled:
+    module = compiler.compile_source(text, "sm_90a", "attention.cu")
+    return Compiled("sm_90a", module.ptx, module.cubin)
+
+
+class Problem:
+    """Inputs drawn from the seed, and outputs that hold NaN until a kernel writes them."""
+
+    def __init__(self, c: Config, batch: int, q_len: int, keys: int, group: int, kv_heads: int = 1, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed).standard_normal
+        self.config = c
+        shapes = [(batch, q_len, kv_heads * group, c.ov_depth), *[(batch, keys, kv_heads, c.ov_depth)] * 2]
+        self.q, self.k, self.v = (draw(shape, np.float32).astype(DTYPES[c.dtype]) for shape in shapes)
+        self.poison()
+
+    def poison(self) -> None:
+        batch, q_len, q_heads, _ = self.q.shape
+        self.out = np.full(self.q.shape, np.nan, np.float32).astype(DTYPES[self.config.out_dtype])
+        self.lse = np.full((batch, q_heads, q_len), np.nan, np.float32)
+
+    def launch(self, **options: Any) -> Launch:
+        return attention_launch(self.config, geometry(self.config), self.q, self.k, self.v, self.out, self.lse, **options)
+
+    def check(self, scale: float) -> None:
+        out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=self.config.mask == "causal")
+        ours = self.out.astype(np.float64)
+        assert np.linalg.norm(ours - out) <= OUT_BOUND[self.config.dtype] * np.linalg.norm(out)
+        seen = np.isfinite(lse)
+        assert (ours[~seen.transpose(0, 2, 1)] == 0).all()
+        assert (self.lse[~seen] == -np.inf).all()
+        assert (np.abs(self.lse[seen] - lse[seen]) <= 1e-4 + 2.0**-20 * np.abs(lse[seen])).all()
+
+
+# --- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "pack", "rows"), SHAPES)
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_shared_memory_and_registers_fit(depth, pack, rows, out_dtype):
+    geo = geometry(shaped(depth, pack, rows, out_dtype=out_dtype))
+    end = 0
+    for region in geo.smem_map:
+        assert region.offset == end
+        # The swizzle pattern repeats every 1,024 bytes; bulk copies need 16, tensor copies without swizzle 128, mbarriers 8.
+        assert region.offset % {"ring": 1024, "q": 1024, "out": 128, "stage": 16, "weights": 16}.get(region.name, 8) == 0
+        end = region.end
+    assert end == geo.smem_bytes <= SMEM_LIMIT_BYTES
+    assert geo.slots_per_ring * pack == geo.ring_slots
+    assert geo.slots_per_ring >= 2
+    assert geo.slot_bytes == 64 * depth * 2
+    assert sum(region.size for region in geo.smem_map if region.name.startswith("mbar")) == 8 * geo.mbarriers
+    assert geo.warp_rows * geo.row_warps == rows
+    assert geo.part_warps * pack == 4
+    assert geo.merge_partitions * geo.partial_floats * 4 <= geo.combine_stage_bytes
+    assert geo.merge_row_quads * 4 * 128 == geo.partial_floats
+    registers = geo.consumer_registers or MAX_REGISTERS
+    others = geo.producer_registers or registers
+    assert 128 * registers + (geo.threads - 128) * others <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"block_keys": 256}, "wgmma-key-tile"),
+        ({"warpgroups": 2}, "key-split-warpgroups"),
+        ({"ring_slots": 10}, "ring-per-part"),
+        ({"ring_slots": 4}, "ring-floor"),
+        ({"ring_slots": 2, **M2}, "ring-floor"),
+        ({"ring_slots": 40}, "smem-bytes"),
+    ],
+)
+def test_a_broken_rule_is_named(fields, rule):
+    with pytest.raises(ConfigError) as error:
+        config(**fields)
+    assert error.value.rule == rule
+    assert "\n" not in str(error.value)
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("depth", "pack", "rows"), SHAPES)
+def test_the_kernel_compiles_without_spills(depth, pack, rows, mask):
+    c = shaped(depth, pack, rows, mask=mask)
+    module = compiler.compile_source(source(c), "sm_90a", "attention.cu")
+    ((entry, kernel),) = module.kernels.items()
+    assert entry == attention_entry_info(c, geometry(c))["name"]
+    assert kernel.spill_store_bytes == kernel.spill_load_bytes == kernel.stack_bytes == 0
+    assert not re.search(r"\(C75\d\d\)|warning", module.log)
+
+
+def test_the_source_states_its_arguments():
+    c = config(ov_depth=128)
+    text = source(c)
+    assert "#include" not in text
+    assert "do not edit" in text.lower()
+    info = attention_entry_info(c, geometry(c))
+    declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
+    assert declaration is not None
+    names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
+    assert names == [argument["name"] for argument in info["arguments"]]
+    assert info["smem_bytes"] == geometry(c).smem_bytes
+
+
+def test_no_barrier_among_the_key_tiles():
+    body = source(config(ov_depth=128))
+    loop = body[body.index("const Cursor k = ring;") :]
+    loop = loop[: loop.index("release(smem + Q_EMPTY_OFFSET")]
+    called = set(re.findall(r"\b(\w+)\(", loop))
+    assert {"scores", "softmax", "accumulate", "mask_scores"} < called
+    for function in called & set(re.findall(r"__forceinline__ \w+ (\w+)\(", body)):
+        text = body[body.index(f" {function}(") :]
+        assert "bar_sync" not in text[: text.index("\n}\n")]
+
+
+def operations(text: str) -> list[str]:
+    """The floating-point operations of a function's body, in order, with what they work on."""
+    body = text[text.index("fa4_ws_intracta_combine(") :]
+    return re.findall(r"^.*ptx_(?:max|sub|mul|fma|add|ex2|rcp|cvt).*$", body[: body.index("\n}\n")], re.MULTILINE)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_fma": False}, {**M2, "out_dtype": "float32"}], ids=str)
+def test_the_combine_keeps_the_order_of_its_operations(fields):
+    c = config(ov_depth=128, **fields)
+    full, function = operations(source(c)), operations(render(c, "sm_90a")["combine.cuh"])
+    assert full == function
+    assert len(full) > 10
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+# config fields, (batch, q_len, keys, group, kv_heads), launch options: every branch of the kernel, small.
+CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]]] = [
+    ({}, (1, 1, 1, 1, 1), {}),
+    ({"tile_rows": 8}, (1, 1, 63, 8, 1), {"scale": -0.2}),
+    ({"use_fma": False, "tile_rows": 8}, (1, 1, 64, 8, 1), {"scale": 0.0}),
+    ({"tile_rows": 16}, (2, 3, 65, 5, 1), {"ctas": 2}),
+    ({}, (1, 4, 127, 6, 2), {"ctas": 1}),
+    ({"group": 12}, (1, 2, 257, 12, 2), {"ctas": 1}),
+    ({"mask": "causal"}, (1, 32, 7, 1, 1), {}),
+    ({"mask": "causal", "tile_rows": 8}, (1, 5, 70, 2, 1), {"ctas": 1, "scale": -0.2}),
+    ({"mask": "causal", "tile_rows": 16}, (1, 9, 320, 7, 1), {"ctas": 2}),
+    ({"tile_rows": 8}, (1, 1, 1000, 8, 1), {"partition_keys": 128}),
+    ({"tile_rows": 8}, (1, 1, 1300, 2, 1), {"partition_keys": 64}),
+    ({}, (1, 1, 700, 100, 1), {"partition_keys": 192, "ctas": 2}),
+    ({"mask": "causal", "out_dtype": "float32"}, (2, 4, 300, 5, 1), {"partition_keys": 64}),
+    (
+        {"use_fma": False, "dtype": "float16", "out_dtype": "float32", "mask": "causal"},
+        (1, 9, 320, 8, 1),
+        {"partition_keys": 64, "ctas": 3},
+    ),
+    ({"tile_rows": 16, "dtype": "float16", "out_dtype": "float16"}, (1, 1, 300, 16, 1), {"partition_keys": "auto", "ctas": 4}),
+    ({"ov_depth": 128}, (1, 4, 500, 8, 1), {}),
+    ({"ov_depth": 128, "tile_rows": 8, "ring_slots": 8}, (1, 1, 1000, 8, 1), {"ctas": 1}),
+    ({"ov_depth": 128, "use_fma": False, "mask": "causal"}, (1, 6, 700, 5, 1), {"ctas": 1, "partition_keys": 128, "scale": 1.0}),
+    ({"ov_depth": 128, **M2}, (1, 12, 320, 6, 1), {}),
+    ({"ov_depth": 128, **M2, "mask": "causal"}, (1, 70, 256, 1, 1), {"ctas": 1}),
+    ({"ov_depth": 128, **M2, "out_dtype": "float32"}, (1, 4, 450, 16, 1), {"partition_keys": 64, "ctas": 3}),
+    ({**M2, "tile_rows": 32}, (1, 5, 200, 6, 1), {"ctas": 2}),
+    ({**M2, "tile_rows": 8, "mask": "causal"}, (1, 3, 200, 5, 1), {"partition_keys": 64}),
+    ({**M2, "tile_rows": 16, "ring_slots": 4, "use_fma": False}, (2, 3, 400, 8, 1), {"ctas": 1}),
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_right_and_clean_on_the_emulator(case, seed):
+    fields, shape, options = case
+    c = config(**fields)
+    problem = Problem(c, *shape, seed=seed)
+    launch = problem.launch(**options)
+    assert EmulatorBackend(seed=seed).run(compiled(source(c)), launch).hazards == []
+    problem.check(options.get("scale", c.ov_depth**-0.5))
+    # The arrival counters are back at their start.
+    assert not np.asarray(launch.args[-1]).any()
+
+
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000])
+def test_every_edge_of_the_keys(keys):
+    c = config(tile_rows=8, mask="causal" if keys % 2 else "none")
+    for seed in range(5):
+        problem = Problem(c, 1, 2, keys, 4, seed=seed)
+        assert EmulatorBackend(seed=seed).run(compiled(source(c)), problem.launch()).hazards == []
+        problem.check(0.125)
+
+
+def test_large_scores_and_one_dominating_key():
+    c = config(tile_rows=8)
+    problem = Problem(c, 1, 1, 300, 8)
+    problem.k[0, 77] *= 40
+    problem.k[0, 150:] *= -40
+    for options in ({}, {"partition_keys": 64}):
+        problem.poison()
+        assert EmulatorBackend().run(compiled(source(c)), problem.launch(**options)).hazards == []
+        problem.check(0.125)
+
+
+def test_the_merge_does_not_depend_on_who_is_last():
+    c = config(tile_rows=8, out_dtype="float32")
+    problem = Problem(c, 1, 1, 1400, 8)
+    results = set()
+    for seed in range(5):
+        problem.poison()
+        assert EmulatorBackend(seed=seed).run(compiled(source(c)), problem.launch(partition_keys=64)).hazards == []
+        results.add(problem.out.tobytes() + problem.lse.tobytes())
+    assert len(results) == 1
+
+
+def test_fixed_partitions_make_a_sequence_independent_of_its_batch():
+    c = config(tile_rows=8, out_dtype="float32")
+    many = Problem(c, 3, 1, 300, 6)
+    EmulatorBackend(seed=1).run(compiled(source(c)), many.launch(partition_keys=128, ctas=2))
+    alone = Problem(c, 1, 1, 300, 6)
+    alone.q, alone.k, alone.v = many.q[1:2].copy(), many.k[1:2].copy(), many.v[1:2].copy()
+    EmulatorBackend().run(compiled(source(c)), alone.launch(partition_keys=128))
+    assert alone.out.tobytes() == many.out[1].tobytes()
+    assert alone.lse.tobytes() == many.lse[1].tobytes()
+
+
+def test_the_stream_variant_has_the_same_entry():
+    c = config(ov_depth=128)
+    text = render_stream(c, "sm_90a")
+    module = compiler.compile_source(text, "sm_90a", "attention.cu")
+    assert list(module.kernels) == [attention_entry_info(c, geometry(c))["name"]]
+    assert "mma.sync" not in module.ptx
+
+
+# --- removed safeguards -----------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "scores do not wait for K": ("wait(at.full + k.slot * MBARRIER_BYTES, k.parity);", ""),
+    "P.V does not wait for V": ("if (step == 0) wait(at.full + v.slot * MBARRIER_BYTES, v.parity);", ""),
+    "scores do not wait for Q": ("wait(smem + Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);", ""),
+    "the producer does not wait for an empty slot": (
+        "count as bytes.\n                wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);",
+        "count as bytes.",
+    ),
+    "K is released before it is read": (
+        "scores(s, at, at.ring + k.slot",
+        "release(at.full + TO_EMPTY + k.slot * MBARRIER_BYTES, lane);\n                scores(s, at, at.ring + k.slot",
+    ),
+    "V is never released": (
+        "            release(at.full + TO_EMPTY + v.slot * MBARRIER_BYTES, lane);\n",
+        "",
+    ),
+    "Q is overwritten while it is read": ("wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
+    "O is copied out before it is staged": ("before the next item's stores.\n    ptx_bar_sync(TILE_BARRIER, CONSUMERS);", "stores."),
+    "the O tile is written while it is copied out": ("if (at.thread < 32) ptx_bulk_wait_group_read();\n\n    float* stage", "float* stage"),
+    "the combine reads O before all parts have staged it": ("every part's reads.\n    ptx_bar_sync(warp_group_idx, 128);", "reads."),
+    "a partition is announced before it is written": ("which releases them all.\n    ptx_bar_sync(TILE_BARRIER, CONSUMERS);", "all."),
+    "a merge does not wait for its copies": ("wait(merge, merge_parity);", ""),
+    "a merge overwrites what it reads": (
+        "the next copy over it.\n        ptx_fence_proxy_async();\n        ptx_bar_sync(TILE_BARRIER, CONSUMERS);",
+        "",
+    ),
+    "rows past the tile are left as they are": ("unit < STAGE_BYTES / 16", "unit < 0"),
+    "padding rows of Q are left as they are": ("if (unit / 8 % TILE_ROWS >= used_rows)", "if (unit / 8 % TILE_ROWS > TILE_ROWS)"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_removed_safeguard_shows(mutant):
+    old, new = MUTANTS[mutant]
+    # Rings of two slots each, so that they are reused at once.
+    c = config(tile_rows=8, ring_slots=8)
+    assert old in source(c)
+    broken = compiled(source(c).replace(old, new))
+
+    def shows(module: Compiled, seed: int, partition_keys: int | None) -> bool:
+        problem = Problem(c, 3, 1, 1100, 6)
+        hazards = EmulatorBackend(seed=seed).run(module, problem.launch(ctas=2, partition_keys=partition_keys)).hazards
+        with contextlib.suppress(AssertionError):
+            problem.check(c.ov_depth**-0.5)
+            return bool(hazards)
+        return True
+
+    runs = [(seed, partition_keys) for seed in range(2) for partition_keys in (None, 64)]
+    assert any(shows(broken, *run) for run in runs)
+    assert not any(shows(compiled(source(c)), *run) for run in runs[:2])
+
+
+# --- on the GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "pack", "rows"), SHAPES)
+def test_attention_is_right_on_the_gpu(depth, pack, rows):
+    gpu = CudaBackend(repeats=2)
+    for mask in ("none", "causal"):
+        c = shaped(depth, pack, rows, mask=mask)
+        module = compiled(source(c))
+        for shape in [(1, 1, 1, 1, 1), (2, 4, 65, 6, 2), (3, 1, 1000, 8, 1), (1, 32, 700, 2, 2), (1, 3, 2, 48, 1)]:
+            for options in ({}, {"ctas": 3}, {"partition_keys": 128}, {"partition_keys": "auto"}):
+                problem = Problem(c, *shape)
+                gpu.run(module, problem.launch(**options))
+                problem.check(depth**-0.5)
