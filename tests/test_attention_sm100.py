@@ -320,10 +320,8 @@ MUTANTS = {
     ),
     "slots are not released": ("d64", "if (stage == 1) ptx_tcgen05_commit(smem + RING_EMPTY_OFFSET + ring.slot * MBARRIER_BYTES);", ""),
     "softmax does not wait for S": ("d128", "wait(s_full, round & 1);", ""),
-    "softmax hands S back before it has read it": ("d256", "ptx_tcgen05_wait_ld();\n        const int first_key", "const int first_key"),
     "P is handed over before its stores are done": ("d128", "columns);\n            ptx_tcgen05_wait_st();", "columns);"),
     "the correction does not wait for the factors": ("d256", "wait(full, (round - 1) & 1);", ""),
-    "the correction stores over what it still reads": ("d128", "accesses.\n                    ptx_tcgen05_wait_ld();", "accesses."),
     "O is added to before its rescaling is stored": (
         "d128",
         "ptx_tcgen05_wait_st();\n                ptx_tcgen05_fence_before();",
