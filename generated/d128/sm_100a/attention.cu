@@ -164,7 +164,7 @@ __device__ __forceinline__ void ptx_mbarrier_arrive_expect_tx(unsigned barrier, 
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// True once the phase of this parity has completed: on a fresh mbarrier parity 1 has, parity 0 has not. May be false early, so callers loop.
+// True once the phase of this parity has completed: on a fresh mbarrier parity 1 has, parity 0 has not. It may give up early: callers loop.
 // PTX ISA "mbarrier.try_wait".
 __device__ __forceinline__ bool ptx_mbarrier_try_wait(unsigned barrier, unsigned parity) {
     unsigned done;
@@ -196,9 +196,11 @@ __device__ __forceinline__ void ptx_prefetch_tensormap(const fa4_tensor_map* map
 
 // Starts the copy of one box of a rank-5 tensor to shared memory; coordinates innermost first, elements outside the tensor arrive as zeros.
 // The whole box counts towards `barrier` when it lands. PTX ISA "cp.async.bulk.tensor".
-__device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_tensor_map* map, unsigned barrier, int c0, int c1, int c2, int c3, int c4) {
+__device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_tensor_map* map, unsigned barrier, int c0, int c1, int c2,
+                                                int c3, int c4) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
@@ -206,8 +208,8 @@ __device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_
 // Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
 // Belongs to this thread's next bulk group. PTX ISA "cp.async.bulk.tensor".
 __device__ __forceinline__ void ptx_tma_store_5d(const fa4_tensor_map* map, unsigned source, int c0, int c1, int c2, int c3, int c4) {
-    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %2, %3, %4, %5, %6 }], [%1];" ::"l"(map), "r"(source), "r"(c0), "r"(c1),
-                 "r"(c2), "r"(c3), "r"(c4)
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %2, %3, %4, %5, %6 }], [%1];" ::"l"(map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
 
