@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from attention_problem import Problem, check_batch_independence, check_dominating_key, check_merge_ignores_order, compiled, shows, source
 
-from fa4gen.codegen import compiler, reference
-from fa4gen.codegen.attention import attention_entry_info, attention_launch
-from fa4gen.codegen.backends import Compiled, Launch
+from fa4gen.codegen import compiler
+from fa4gen.codegen.attention import attention_entry_info
 from fa4gen.codegen.backends.cuda import CudaBackend
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, parse_config
@@ -21,9 +18,6 @@ from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive
 from fa4gen.codegen.geometry_sm90 import MAX_REGISTERS, REGISTERS_PER_SM, Sm90KeySplitGeometry
 from fa4gen.codegen.render import render, render_stream
 
-DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-# ||out - ref|| / ||ref||: a rounding of P and one of O, each uniform within half a unit in the last place.
-OUT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4}
 M2 = {"m_pack": 2, "rows": 64}
 SHAPES = [(depth, pack, rows) for depth in (64, 128) for pack in (4, 2) for rows in (8, 16, 32, 64) if rows <= 128 // pack]
 
@@ -40,44 +34,6 @@ def geometry(c: Config) -> Sm90KeySplitGeometry:
     geo = derive(c, "sm_90a")
     assert isinstance(geo, Sm90KeySplitGeometry)
     return geo
-
-
-@cache
-def source(c: Config) -> str:
-    return render(c, "sm_90a")["attention.cu"]
-
-
-def compiled(text: str) -> Compiled:
-    module = compiler.compile_source(text, "sm_90a", "attention.cu")
-    return Compiled("sm_90a", module.ptx, module.cubin)
-
-
-class Problem:
-    """Inputs drawn from the seed, and outputs that hold NaN until a kernel writes them."""
-
-    def __init__(self, c: Config, batch: int, q_len: int, keys: int, group: int, kv_heads: int = 1, seed: int = 0) -> None:
-        draw = np.random.default_rng(seed).standard_normal
-        self.config = c
-        shapes = [(batch, q_len, kv_heads * group, c.ov_depth), *[(batch, keys, kv_heads, c.ov_depth)] * 2]
-        self.q, self.k, self.v = (draw(shape, np.float32).astype(DTYPES[c.dtype]) for shape in shapes)
-        self.poison()
-
-    def poison(self) -> None:
-        batch, q_len, q_heads, _ = self.q.shape
-        self.out = np.full(self.q.shape, np.nan, np.float32).astype(DTYPES[self.config.out_dtype])
-        self.lse = np.full((batch, q_heads, q_len), np.nan, np.float32)
-
-    def launch(self, **options: Any) -> Launch:
-        return attention_launch(self.config, geometry(self.config), self.q, self.k, self.v, self.out, self.lse, **options)
-
-    def check(self, scale: float) -> None:
-        out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=self.config.mask == "causal")
-        ours = self.out.astype(np.float64)
-        assert np.linalg.norm(ours - out) <= OUT_BOUND[self.config.dtype] * np.linalg.norm(out)
-        seen = np.isfinite(lse)
-        assert (ours[~seen.transpose(0, 2, 1)] == 0).all()
-        assert (self.lse[~seen] == -np.inf).all()
-        assert (np.abs(self.lse[seen] - lse[seen]) <= 1e-4 + 2.0**-20 * np.abs(lse[seen])).all()
 
 
 # --- geometry ---------------------------------------------------------------------------------------------------------
@@ -235,36 +191,16 @@ def test_every_edge_of_the_keys(keys):
 
 
 def test_large_scores_and_one_dominating_key():
-    c = config(tile_rows=8)
-    problem = Problem(c, 1, 1, 300, 8)
-    problem.k[0, 77] *= 40
-    problem.k[0, 150:] *= -40
     for options in ({}, {"partition_keys": 64}):
-        problem.poison()
-        assert EmulatorBackend().run(compiled(source(c)), problem.launch(**options)).hazards == []
-        problem.check(0.125)
+        check_dominating_key(config(tile_rows=8), 300, **options)
 
 
 def test_the_merge_does_not_depend_on_who_is_last():
-    c = config(tile_rows=8, out_dtype="float32")
-    problem = Problem(c, 1, 1, 1400, 8)
-    results = set()
-    for seed in range(5):
-        problem.poison()
-        assert EmulatorBackend(seed=seed).run(compiled(source(c)), problem.launch(partition_keys=64)).hazards == []
-        results.add(problem.out.tobytes() + problem.lse.tobytes())
-    assert len(results) == 1
+    check_merge_ignores_order(config(tile_rows=8, out_dtype="float32"), 1400, 5)
 
 
 def test_fixed_partitions_make_a_sequence_independent_of_its_batch():
-    c = config(tile_rows=8, out_dtype="float32")
-    many = Problem(c, 3, 1, 300, 6)
-    EmulatorBackend(seed=1).run(compiled(source(c)), many.launch(partition_keys=128, ctas=2))
-    alone = Problem(c, 1, 1, 300, 6)
-    alone.q, alone.k, alone.v = many.q[1:2].copy(), many.k[1:2].copy(), many.v[1:2].copy()
-    EmulatorBackend().run(compiled(source(c)), alone.launch(partition_keys=128))
-    assert alone.out.tobytes() == many.out[1].tobytes()
-    assert alone.lse.tobytes() == many.lse[1].tobytes()
+    check_batch_independence(config(tile_rows=8, out_dtype="float32"))
 
 
 def test_the_stream_variant_has_the_same_entry():
@@ -316,17 +252,9 @@ def test_a_removed_safeguard_shows(mutant):
     assert old in source(c)
     broken = compiled(source(c).replace(old, new))
 
-    def shows(module: Compiled, seed: int, partition_keys: int | None) -> bool:
-        problem = Problem(c, 3, 1, 1100, 6)
-        hazards = EmulatorBackend(seed=seed).run(module, problem.launch(ctas=2, partition_keys=partition_keys)).hazards
-        with contextlib.suppress(AssertionError):
-            problem.check(c.ov_depth**-0.5)
-            return bool(hazards)
-        return True
-
     runs = [(seed, partition_keys) for seed in range(2) for partition_keys in (None, 64)]
-    assert any(shows(broken, *run) for run in runs)
-    assert not any(shows(compiled(source(c)), *run) for run in runs[:2])
+    assert any(shows(broken, Problem(c, 3, 1, 1100, 6), seed, ctas=2, partition_keys=keys) for seed, keys in runs)
+    assert not any(shows(compiled(source(c)), Problem(c, 3, 1, 1100, 6), seed, ctas=2, partition_keys=keys) for seed, keys in runs[:2])
 
 
 # --- on the GPU -------------------------------------------------------------------------------------------------------
