@@ -109,6 +109,8 @@ TIGHT: list[tuple[str, str, str, dict[str, Any], dict[str, Any], tuple[str, ...]
         "ring-floor", "S", "sm_90a", {"ov_depth": 256, "warpgroups": 1, "ring_slots": 2},
         {"ov_depth": 256, "warpgroups": 1, "ring_slots": 1}, (), "deadlock",
     ),
+    # A warp reads K twice, each time followed by V.
+    ("ring-floor", "G", "sm_90a", {"ov_depth": 128, "ring_slots": 8}, {"ov_depth": 128, "ring_slots": 4}, (), "deadlock"),
     # The staging would reach into the rescaling factors, the mbarriers and the TMEM address.
     ("epilogue-arena", "G", "sm_100a", {"ov_depth": 128, "ring_slots": 5}, {"ov_depth": 128, "ring_slots": 4}, (), "race"),
     ("epilogue-arena", "E", "sm_100a", {"ov_depth": 128, "ring_slots": 6}, {"ov_depth": 128, "ring_slots": 5}, (), "race"),
@@ -241,6 +243,15 @@ def test_one_ring_slot_does_not_hang_where_every_slot_is_released_alone(mode: st
     """There the two slots that the floor asks for keep loads and MMAs apart in time; correctness needs one."""
     config = parse_config(fields_of(mode, {"ov_depth": depth}))
     assert [outcome(config, "sm_100a", with_slots(config, 1), seed=seed) for seed in range(2)] == ["", ""]
+
+
+@pytest.mark.parametrize(("mode", "depth", "slots"), [("G", 64, 4), ("S", 128, 1)])
+def test_one_slot_a_ring_does_not_hang_where_a_slot_is_a_tile(mode: str, depth: int, slots: int) -> None:
+    """The same on sm_90a: K of a tile is released before V of it is waited for."""
+    fields = fields_of(mode, {"ov_depth": depth, "ring_slots": slots, "warpgroups": 1}, "sm_90a")
+    assert broken_rules(fields) == ("ring-floor",)
+    with disabled_rules("ring-floor"):
+        assert [outcome(parse_config(fields), "sm_90a", seed=seed) for seed in range(2)] == ["", ""]
 
 
 def test_a_pack_of_one_works_in_shared_key() -> None:
