@@ -244,17 +244,30 @@ MUTANTS = {
 }
 
 
+# (batch, keys), keys of a partition: rings of two slots that are reused at once, and a merge that takes its partitions in two rounds.
+MUTANT_RUNS = [((3, 700), None), ((1, 1100), 64)]
+
+
+def mutant_config() -> Config:
+    return config(tile_rows=8, ring_slots=8)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_removed_safeguard_shows(mutant):
     old, new = MUTANTS[mutant]
-    # Rings of two slots each, so that they are reused at once.
-    c = config(tile_rows=8, ring_slots=8)
+    c = mutant_config()
     assert old in source(c)
     broken = compiled(source(c).replace(old, new))
+    runs = [(seed, run) for seed in range(2) for run in MUTANT_RUNS]
+    assert any(shows(broken, Problem(c, batch, 1, keys, 6), seed, ctas=2, partition_keys=part) for seed, ((batch, keys), part) in runs)
 
-    runs = [(seed, partition_keys) for seed in range(2) for partition_keys in (None, 64)]
-    assert any(shows(broken, Problem(c, 3, 1, 1100, 6), seed, ctas=2, partition_keys=keys) for seed, keys in runs)
-    assert not any(shows(compiled(source(c)), Problem(c, 3, 1, 1100, 6), seed, ctas=2, partition_keys=keys) for seed, keys in runs[:2])
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("shape", "partition_keys"), MUTANT_RUNS)
+def test_nothing_shows_with_all_safeguards(shape, partition_keys, seed):
+    c = mutant_config()
+    batch, keys = shape
+    assert not shows(compiled(source(c)), Problem(c, batch, 1, keys, 6), seed, ctas=2, partition_keys=partition_keys)
 
 
 # --- on the GPU -------------------------------------------------------------------------------------------------------
