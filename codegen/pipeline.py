@@ -55,7 +55,7 @@ class Mbarrier:
 
     offset: bytes in shared memory. arrivals: what completes a phase, beside `tx_bytes` bytes that asynchronous copies bring (0: none;
     of Q for a full tile); waits: roles. phase: what the phases number. means: what a completed phase says. split_only: used only where
-    keys are split.
+    keys are split. from_cluster: the arrivals come from every CTA of a cluster, so the count is that many times as large.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Mbarrier:
     phase: str
     means: str
     split_only: bool = False
+    from_cluster: bool = False
 
     @property
     def count(self) -> int:
@@ -275,6 +276,12 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
         own = (Arrival(consumer, 1, "arrive"),)
         means = "whether this CTA merges the partitions is decided"
         result.append(Mbarrier(f"verdict[{w}]", at("mbar_verdict", w), own, 0, (_producer(geo, w),), "partition", means, split_only=True))
+    # Where partitions are merged in a cluster.
+    for name, means in (("ready", "every CTA has staged its O in its ring"), ("read", "every CTA has read what it merges")):
+        if any(region.name == f"mbar_{name}" for region in geo.smem_map):
+            own = (Arrival(consumers[0], 1, "arrive"),)
+            where = at(f"mbar_{name}", 0)
+            result.append(Mbarrier(name, where, own, 0, consumers, "merge in a cluster", means, split_only=True, from_cluster=True))
     return result
 
 

@@ -175,13 +175,14 @@ def trace_attention(
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of the full kernel under a recorder. shape: in words; entry, geo: of the entry of attention.cu that ran."""
+    """A run of the full kernel under a recorder. shape: in words; entry, geo: of the entry that ran; cluster: CTAs of a cluster."""
 
     recorder: Recorder
     result: LaunchResult
     shape: str
     entry: Config
     geo: Geometry
+    cluster: int
 
 
 def record_attention(
@@ -218,6 +219,7 @@ def record_attention(
         return f"{array.upper()} depth {coordinates[0]}"
 
     recorder = Recorder(arrays, SHARED_START, label)
+    cluster = getattr(launch, "cluster", 1)
     try:
         result = Program.from_ptx(compiled.ptx).launch(
             launch.entry,
@@ -228,11 +230,12 @@ def record_attention(
             memory=Memory(),
             seed=options.seed,
             progress=progress,
+            cluster=(cluster, 1, 1) if cluster > 1 else None,
             observer=recorder,
         )
     except (PtxError, LaunchError) as error:
         raise InspectError(f"{launch.entry}: {error}") from error
-    return Recorded(recorder, result, problem.shape, entry, geo)
+    return Recorded(recorder, result, problem.shape, entry, geo, cluster)
 
 
 __all__ = ["InspectError", "InspectOptions", "record_attention", "run", "trace_attention"]

@@ -144,7 +144,8 @@ def _mbarriers(geo: Geometry) -> Sheet:
         who = " + ".join(f"{arrival.role} {_HOW[arrival.how].format(arrival.count)}" for arrival in first.arrivals)
         tx = f"{first.tx_bytes:,}" if first.tx_bytes else "-"
         when = f"{first.phase}{' (split keys only)' if first.split_only else ''}"
-        rows.append((name, f"{first.offset:,}", str(first.count), tx, who, _list(first.waits), when, first.means))
+        count = f"{first.count} a CTA" if first.from_cluster else str(first.count)
+        rows.append((name, f"{first.offset:,}", count, tx, who, _list(first.waits), when, first.means))
     headers = ("mbarrier", ">offset", ">arrivals", ">bytes", "who arrives", "who waits", "a phase is", "complete, it says")
     return Sheet(f"mbarriers ({geo.mbarriers}; arrivals and bytes of a phase)", headers, rows)
 
