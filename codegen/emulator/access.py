@@ -30,14 +30,14 @@ def _any(flags: Array) -> bool:
 
 def shared_place(w: Warp, address: int, owner: Cta | None = None) -> str:
     """A shared-memory address as an offset, with the CTA when it is not the warp's own."""
-    place = f"shared{address - SHARED_START:+#x}"
+    place = w.cta.launch.regions.shared(address)
     return place if owner is None or owner is w.cta else f"{place} of CTA {owner.index}"
 
 
 def region(address: int, space: str, w: Warp) -> str:
     """An address as space+offset."""
     if space == "shared":
-        return f"shared{address - SHARED_START:+#x}"
+        return shared_place(w, address)
     if space == "global":
         return f"global {w.cta.launch.memory.nearest(address).split(',')[0]}"
     return f"{space}+{address:#x}"
@@ -97,27 +97,36 @@ def check_shared(
     reader: int | None = None,
     who: str | None = None,
     owner: Cta | None = None,
-) -> None:
-    """Race and initialisation checks of granules of shared memory, then record the access.
+    proxy: bool = False,
+    inits: bool = False,
+) -> Int64 | None:
+    """Race and initialisation checks of granules of shared memory, then record the access; the last writes before a read.
 
     index: granule indices (an integer array or a slice); epochs: epoch of each, broadcastable; reader: actor that reads, the warp by
-    default; owner: whose shared memory it is, the warp's CTA by default.
+    default; owner: whose shared memory it is, the warp's CTA by default; proxy: the access goes through the asynchronous proxy; inits: it
+    is to an mbarrier, whose initialisation a fence.mbarrier_init orders too.
     """
     cta = w.cta if owner is None else owner
     shadow = cta.shadow
     assert shadow is not None
-    limits = w.clock.limits
+    clock = w.clock
+    limits = clock.limits
+    of_writes: Int64 | None = None
+    if proxy:
+        of_writes = clock.lower(hz.SHARED_PROXY, w.cta.cluster.floor)
+    elif inits:
+        of_writes = np.maximum(limits, clock.table[hz.INITS])
+    parts, last = shadow.conflicts(index, limits, write, strong, of_writes)
+    if parts:
+        for bad, before, wrote in parts:
+            # Only earlier writes have to be fenced: a read leaves nothing to be made visible.
+            plane = hz.SHARED_PROXY if proxy and wrote else hz.ORDER
+            _settle_shared(w, code, owner, shadow.shift, index, bad, before, epochs, "write" if write else "read", who, plane)
     if write:
-        found = shadow.write_conflict(index, limits, strong)
-        if found is not None:
-            bad, epochs_before = found
-            _report_race(w, code, owner, shadow.shift, index, bad, epochs_before, epochs, "write", who)
         shadow.note_write(index, epochs, strong)
-        return
-    bad_read, never, last = shadow.read_conflict(index, limits, strong)
-    if bad_read is not None:
-        _report_race(w, code, owner, shadow.shift, index, bad_read, last, epochs, "read", who)
-    if never is not None:
+        return None
+    if not last.all():
+        never = last == 0
         place = int(never.argmax())
         granule = _granule(index, place)
         epoch = np.broadcast_to(epochs, never.shape).flat[place]
@@ -130,9 +139,12 @@ def check_shared(
             w,
             lane,
             at,
+            place=shared_place(w, at, owner),
+            missing="a write before the read",
         )
     column = shadow.column(w.actor if reader is None else reader, strong)
     shadow.read[index, column] = epochs
+    return last
 
 
 def _granule(index: Any, place: int) -> int:
@@ -141,16 +153,97 @@ def _granule(index: Any, place: int) -> int:
     return int(index.flat[place])
 
 
-def _report_race(
-    w: Warp, code: Code, owner: Cta | None, shift: int, index: Any, bad: Array, before: Array, epochs: Any, verb: str, who: str | None
+def unordered_accesses(w: Warp, before: Int64, lanes: Int64, plane: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(which earlier accesses of this cluster did not happen before, which did but are not ordered in the sense of `plane`).
+
+    before: epochs of the accesses, lanes: the lane that now accesses each. A lane is ordered with itself by its program.
+    """
+    clock = w.clock
+    cluster = w.cta.cluster
+    actors = before & hz.ACTOR_MASK
+    same = (cluster.family[actors] == w.main) & ((before >> hz.LANE_SHIFT & 31) == lanes)
+    happened = clock.covers(hz.ORDER, before) | same
+    if plane == hz.ORDER:
+        return ~happened, np.zeros(len(before), np.bool_)
+    fenced = clock.covers(plane, before) | (cluster.floor[actors] == hz.EVER)
+    return ~happened, happened & ~fenced
+
+
+def _settle_shared(
+    w: Warp,
+    code: Code,
+    owner: Cta | None,
+    shift: int,
+    index: Any,
+    bad: Array,
+    before: Array,
+    epochs: Any,
+    verb: str,
+    who: str | None,
+    plane: int,
 ) -> None:
-    place = int(bad.argmax())
-    granule = _granule(index, place)
-    epoch = int(np.broadcast_to(epochs, bad.shape).flat[place])
-    lane = epoch >> hz.LANE_SHIFT & 31
-    other = w.cta.access_of(int(before.flat[place]))
-    address = granule << shift
-    w.cta.report("race", race_message(w, code, verb, shared_place(w, address, owner), lane, other, who), code, w, lane, address, other)
+    """Report what is left of an apparent conflict once lanes are told apart."""
+    places = np.flatnonzero(bad)
+    seen = before.reshape(-1)[places]
+    mine = np.broadcast_to(epochs, bad.shape).reshape(-1)[places]
+    racy, unfenced = unordered_accesses(w, seen, mine >> hz.LANE_SHIFT & 31, plane)
+    for flags, kind in ((racy, "race"), (unfenced, "proxy_fence")):
+        if flags.any():
+            place = int(flags.argmax())
+            address = _granule(index, int(places[place])) << shift
+            report_conflict(
+                w, code, kind, verb, shared_place(w, address, owner), int(mine[place]) >> hz.LANE_SHIFT & 31, address, int(seen[place]), who
+            )
+
+
+def report_conflict(
+    w: Warp, code: Code, kind: str, verb: str, place: str, lane: int, address: int, before: int, who: str | None, cluster: int | None = None
+) -> None:
+    """Report an access that is not ordered with an earlier one (epoch `before`) in the way that `kind` asks for."""
+    other = w.cta.access_of(before, cluster)
+    by = who or w.name
+    if kind == "race":
+        missing = _missing_edge(w, before, cluster)
+        in_flight = cluster in (None, w.cta.cluster.index) and w.cta.cluster.still_reading(w, before)
+        if in_flight:
+            kind = "wgmma_in_flight"
+            message = (
+                f"{verb} of {place} by {by} lane {lane} (PTX line {code.line}) while it may still be read as an operand "
+                f"by {other.warp} (PTX line {other.line})"
+            )
+            missing = f"wgmma.wait_group by {other.warp.removeprefix('wgmma of ')} after that wgmma, before it lets the tile be overwritten"
+        else:
+            message = race_message(w, code, verb, place, lane, other, who)
+    elif kind == "proxy_fence":
+        missing = f"fence.proxy.async after PTX line {other.line}, before the barrier or arrival that lets {by} go on"
+        message = (
+            f"{verb} of {place} by {by} lane {lane} (PTX line {code.line}) through the asynchronous proxy: the write "
+            f"by {other.warp} lane {other.lane} (PTX line {other.line}) has not been fenced for it"
+        )
+    else:
+        behind = (before & hz.ACTOR_MASK) < w.clock.table.shape[1] and bool(w.clock.covers(hz.TENSOR, np.array([before], np.int64))[0])
+        missing = (
+            f"tcgen05.fence::after_thread_sync by {w.name} after the wait or barrier, before PTX line {code.line}"
+            if behind
+            else f"tcgen05.fence::before_thread_sync after PTX line {other.line}, before the arrival or barrier"
+        )
+        message = (
+            f"{verb} of {place} by {by} lane {lane} (PTX line {code.line}) is ordered with the access by {other.warp} lane {other.lane} "
+            f"(PTX line {other.line}) by a barrier, but not fenced: {missing}"
+        )
+    w.cta.report(kind, message, code, w, lane, address, other, place=place, missing=missing)
+
+
+def _missing_edge(w: Warp, before: int, cluster: int | None) -> str:
+    """What would order an earlier access, in words."""
+    if cluster is not None and cluster != w.cta.cluster.index:
+        return "a release by the other CTA and an acquire here, both at .gpu scope, or a grid of its own"
+    family = int(w.cta.cluster.family[before & hz.ACTOR_MASK])
+    if family == w.main:
+        return f"bar.warp.sync between the lanes of {w.name}"
+    if family >= 0:
+        return "a barrier, or an mbarrier arrival there and a wait here, between the two accesses"
+    return "a wait for the asynchronous operation (its mbarrier, group or tcgen05.wait) that reaches this access"
 
 
 def tmem_place(cell: int) -> str:
@@ -267,6 +360,7 @@ def check_global(
     *,
     strong: bool = False,
     who: str | None = None,
+    proxy: bool = False,
 ) -> None:
     """Race and initialisation checks of accesses of `size` bytes (a power of two) at device addresses `start`, then record them."""
     launch = w.cta.launch
@@ -276,7 +370,7 @@ def check_global(
         for number in np.unique(pages).tolist():
             pick = pages == number
             part = epochs[pick] if np.ndim(epochs) else epochs
-            check_global(w, code, mapping, start[pick], size, part, write, strong=strong, who=who)
+            check_global(w, code, mapping, start[pick], size, part, write, strong=strong, who=who, proxy=proxy)
         return
     page = launch.global_shadow.page(first)
     if size >> page.shift == 0:
@@ -287,9 +381,9 @@ def check_global(
         index = index[:, None] + (_STEPS[count] if count in _STEPS else np.arange(count))
         epochs = epochs[:, None] if np.ndim(epochs) else epochs
     cta = w.cta.cluster.index
-    clock = w.clock
-    for bad, before, ctas in page.conflicts(index, clock, cta, write, strong):
-        _global_race(w, code, mapping, start, bad, before, ctas, epochs, write, who)
+    floor = w.cta.cluster.floor if proxy else None
+    for bad, before, ctas in page.conflicts(index, w.clock, cta, write, strong, floor):
+        _settle_global(w, code, mapping, start, bad, before, ctas, epochs, write, who, proxy)
     page.note(index, epochs, cta, write, strong)
     if mapping.written is not None:
         offset = start - mapping.base
@@ -315,15 +409,47 @@ def check_global(
                 )
 
 
-def _global_race(
-    w: Warp, code: Code, mapping: Mapping, start: Int64, bad: Array, before: Array, ctas: Array, epochs: Any, write: bool, who: str | None
+def _settle_global(
+    w: Warp,
+    code: Code,
+    mapping: Mapping,
+    start: Int64,
+    bad: Array,
+    before: Array,
+    ctas: Array,
+    epochs: Any,
+    write: bool,
+    who: str | None,
+    proxy: bool,
 ) -> None:
-    place = int(bad.argmax())
-    other = w.cta.access_of(int(before.flat[place]), int(ctas.flat[place]))
-    lane = int(np.broadcast_to(epochs, bad.shape).flat[place]) >> hz.LANE_SHIFT & 31
-    at = int(start[place // (bad.size // len(start))])
-    where = f"global {mapping.name}+{at - mapping.base:#x}"
-    w.cta.report("race", race_message(w, code, "write" if write else "read", where, lane, other, who), code, w, lane, at, other)
+    """Report what is left of an apparent conflict once lanes and other clusters' clocks are looked at."""
+    places = np.flatnonzero(bad)
+    seen = before.reshape(-1)[places]
+    where = np.broadcast_to(ctas, bad.shape).reshape(-1)[places]
+    mine = np.broadcast_to(epochs, bad.shape).reshape(-1)[places]
+    plane = hz.GLOBAL_PROXY if proxy else hz.ORDER
+    own = w.cta.cluster.index
+    racy, unfenced = np.zeros(len(places), np.bool_), np.zeros(len(places), np.bool_)
+    for cluster in np.unique(where).tolist():
+        pick = where == cluster
+        if cluster == own:
+            racy[pick], unfenced[pick] = unordered_accesses(w, seen[pick], mine[pick] >> hz.LANE_SHIFT & 31, plane)
+            continue
+        known = None if w.clock.foreign is None else w.clock.foreign.get(cluster)
+        if known is None:
+            racy[pick] = True
+            continue
+        happened = known.covers(hz.ORDER, seen[pick])
+        racy[pick] = ~happened
+        if proxy:
+            unfenced[pick] = happened & ~known.covers(plane, seen[pick])
+    for flags, kind in ((racy, "race"), (unfenced, "proxy_fence")):
+        if flags.any():
+            place = int(flags.argmax())
+            at = int(start[int(places[place]) // (bad.size // len(start))])
+            lane = int(mine[place]) >> hz.LANE_SHIFT & 31
+            words = f"global {mapping.name}+{at - mapping.base:#x}"
+            report_conflict(w, code, kind, "write" if write else "read", words, lane, at, int(seen[place]), who, int(where[place]))
 
 
 # ------------------------------------------------------------------------------------------------------------ lane accesses
@@ -531,40 +657,55 @@ def store(
 # -------------------------------------------------------------------------------------------- release and acquire by address
 
 
-def publish(w: Warp, space: str, address: int, clock: Clock | None) -> None:
-    """A release (or a strong write after a fence) of `clock` at an address."""
-    if clock is None:
-        return
+Scoped = list[tuple[int, Clock]]
+"""Clocks by distance: 0 within the CTA, 1 the cluster, 2 the device."""
+
+
+def publish(w: Warp, space: str, address: int, clocks: Scoped) -> None:
+    """Releases (or a strong write after fences) at an address: each clock for readers at most so far away."""
     cta = w.cta
     if space in ("shared", "cluster"):
-        cta, address = owner_of(cta, address)
-        known = cta.sync_clocks.get(address)
+        owner, address = owner_of(cta, address)
+        table = owner.sync_clocks.setdefault(address, {})
+    else:
+        table = cta.launch.global_sync.setdefault(address, {})
+    for scope, clock in clocks:
+        key = (scope, cta.index, cta.cluster.index)
+        released = clock.copy()
+        # To other clusters it does not tell which actors need no proxy fence: that is settled here.
+        size = released.table.shape[1]
+        np.maximum(released.table[hz.GLOBAL_PROXY], cta.cluster.floor[:size], out=released.table[hz.GLOBAL_PROXY])
+        known = table.get(key)
         if known is None:
-            cta.sync_clocks[address] = clock.copy()
+            table[key] = released
         else:
-            known.join(clock)
-        return
-    table = cta.launch.global_sync.setdefault(address, {})
-    entries = {cta.cluster.index: clock.limits}
-    if clock.foreign:
-        entries.update(clock.foreign)
-    for index, limits in entries.items():
-        known_limits = table.get(index)
-        table[index] = limits if known_limits is None else hz._maximum(known_limits, limits)
+            known.join(released)
 
 
-def observe(w: Warp, space: str, address: int) -> Clock | None:
-    """What a read of an address may acquire."""
+def observe(w: Warp, space: str, address: int, scope: int) -> Scoped:
+    """What a read of an address may acquire at a scope, by how far away it was released."""
     cta = w.cta
     if space in ("shared", "cluster"):
-        cta, address = owner_of(cta, address)
-        return cta.sync_clocks.get(address)
-    table = cta.launch.global_sync.get(address)
-    if not table:
-        return None
-    own = table.get(cta.cluster.index)
-    foreign = {k: v for k, v in table.items() if k != cta.cluster.index}
-    return Clock(own.copy() if own is not None else np.zeros(1, np.int64), foreign or None)
+        owner, address = owner_of(cta, address)
+        table = owner.sync_clocks.get(address)
+    else:
+        table = cta.launch.global_sync.get(address)
+    result: Scoped = []
+    for (released, index, cluster), clock in (table or {}).items():
+        distance = 0 if index == cta.index else 1 if cluster == cta.cluster.index else 2
+        if distance > released or distance > scope:
+            continue
+        if cluster == cta.cluster.index:
+            result.append((distance, clock))
+            continue
+        alone = Clock(clock.table.copy(), None, clock.lanes)
+        foreign = {k: v for k, v in (clock.foreign or {}).items() if k != cta.cluster.index}
+        foreign[cluster] = alone
+        own = (clock.foreign or {}).get(cta.cluster.index)
+        seen = Clock(np.zeros((hz.PLANES, 1), np.int64)) if own is None else own.copy()
+        seen.foreign = foreign
+        result.append((distance, seen))
+    return result
 
 
 def active(w: Warp, full: bool) -> Int64:
@@ -572,4 +713,4 @@ def active(w: Warp, full: bool) -> Int64:
     return LANES if full else np.flatnonzero(w.mask)
 
 
-__all__ = ["Cta", "active", "check_global", "check_shared", "load", "observe", "publish", "store"]
+__all__ = ["Cta", "active", "check_global", "check_shared", "load", "observe", "publish", "report_conflict", "store", "unordered_accesses"]

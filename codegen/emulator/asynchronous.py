@@ -26,7 +26,7 @@ from .access import (
 )
 from .alu import Steps
 from .cluster import owner_of, same_offset
-from .decode import Assembler, Code, instruction, uniform
+from .decode import EXIT_HOOKS, Assembler, Code, instruction, uniform
 from .hazards import Clock
 from .layouts import swizzle_chunks, tma_rows
 from .machine import BLOCK, LANES, MBARRIER_LIMIT, RETRY, Cta, MBarrier, Pending, Warp
@@ -67,21 +67,76 @@ def mbarrier_at(w: Warp, code: Code, address: int, lane: int, strong: bool = Tru
     owner, address = owner_of(w.cta, address)
     if owner is not w.cta:
         check_alive(w, code, owner, lane)
-    if owner.check:
-        touch_mbarrier(w, code, owner, address, lane, strong)
     found = owner.mbarriers.get(address)
+    if owner.check:
+        if found is not None and found.line:
+            _check_intact(w, code, owner, found, lane)
+        touch_mbarrier(w, code, owner, address, lane, strong)
     if found is None:
+        place = shared_place(w, address, owner)
+        gone = owner.invalid.get(address)
         owner.report(
-            "uninitialized",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {shared_place(w, address, owner)}, "
-            "where no mbarrier is initialised",
+            "uninitialized" if gone is None else "mbarrier",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {place}, "
+            + ("where no mbarrier is initialised" if gone is None else f"an mbarrier that was invalidated at PTX line {gone}"),
             code,
             w,
             lane,
             address,
+            place=place,
+            missing="mbarrier.init before",
         )
         found = owner.mbarriers[address] = MBarrier(address, 1, owner)
     return found
+
+
+def _check_intact(w: Warp, code: Code, owner: Cta, barrier: MBarrier, lane: int) -> None:
+    """Report an ordinary store to the bytes of an mbarrier since its initialisation (9.7.13.15.2: only mbarrier operations may)."""
+    shadow = owner.shadow
+    assert shadow is not None
+    index, _ = shared_index(shadow, np.array([barrier.address], np.int64), 8)
+    last = shadow.write[index].reshape(-1)
+    if (last == barrier.init).all():
+        return
+    other = w.cta.access_of(int(last[last != barrier.init][0]))
+    barrier.init = last[0]
+    place = shared_place(w, barrier.address, owner)
+    w.cta.report(
+        "mbarrier",
+        f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {place}: the mbarrier (initialised at PTX line {barrier.line}) "
+        f"has been overwritten by {other.warp} lane {other.lane} (PTX line {other.line})",
+        code,
+        w,
+        lane,
+        barrier.address,
+        other,
+        place=place,
+        missing="mbarrier.inval before the memory is used otherwise",
+    )
+
+
+def check_visible(w: Warp, code: Code, barrier: MBarrier, lane: int) -> None:
+    """Report an mbarrier that an asynchronous operation is to signal, but whose initialisation no fence has made visible to it."""
+    if not w.cta.check or not barrier.line:
+        return
+    init = np.array([barrier.init], np.int64)
+    clock = w.clock
+    if clock.covers(hz.INITS, init)[0] or clock.covers(hz.SHARED_PROXY, init)[0] or barrier.code is None:
+        return
+    other = w.cta.access_of(int(barrier.init))
+    place = shared_place(w, barrier.address, barrier.cta)
+    # Reported where the fence is missing, once for all the operations that signal the mbarrier.
+    w.cta.report(
+        "mbarrier",
+        f"the mbarrier at {place}, initialised by {other.warp} lane {other.lane} (PTX line {other.line}), is signalled by {code.opcode} "
+        f"(PTX line {code.line}), but its initialisation is not fenced for asynchronous operations",
+        barrier.code,
+        w,
+        other.lane,
+        barrier.address,
+        place=place,
+        missing=f"fence.mbarrier_init (or fence.proxy.async) after PTX line {other.line}, before the barrier that follows",
+    )
 
 
 def touch_mbarrier(w: Warp, code: Code, owner: Cta, address: int, lane: int, strong: bool) -> None:
@@ -92,7 +147,7 @@ def touch_mbarrier(w: Warp, code: Code, owner: Cta, address: int, lane: int, str
         return
     index, wide = shared_index(shadow, one, 8)
     epochs = w.epochs[lane : lane + 1] + (code.strong_tag if strong else code.tag)
-    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=strong, owner=owner)
+    check_shared(w, code, index, epochs[:, None] if wide else epochs, True, strong=strong, owner=owner, inits=strong)
 
 
 def _by_address(address: Array, mask: Array) -> list[tuple[int, Int64]]:
@@ -109,13 +164,17 @@ def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, releas
     state = barrier.phase | barrier.pending << 32
     if (observer := w.cta.launch.observer) is not None:
         observer.mbarrier_arrive(w, barrier, count, False)
-    if w.cta.check and release:
-        barrier.join(w.snapshot())
+    if w.cta.check:
+        if release:
+            barrier.join(w.snapshot())
+        else:
+            barrier.relaxed = True
+        barrier.last = (w.name, code.line)
+        barrier.arrivers[w.main] = barrier.phase
     if count > barrier.pending:
         w.cta.report(
             "mbarrier",
-            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on "
-            f"shared{barrier.address - SHARED_START:+#x}, "
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}): {count} arrivals on {barrier.place}, "
             f"whose phase {barrier.phase} waits for {barrier.pending} of {barrier.expected} only",
             code,
             w,
@@ -162,17 +221,21 @@ def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if w.cta.check:
                 touch_mbarrier(w, code, w.cta, at, lane, False)
             old = w.cta.mbarriers.get(at)
-            if old is not None and old.waiting:
+            if old is not None and (old.waiting or old.line):
+                state = f"while {old.waiting[0][0].name} waits on it" if old.waiting else f"which is live since PTX line {old.line}"
                 w.cta.report(
                     "mbarrier",
-                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on shared{at - SHARED_START:+#x} "
-                    f"while {old.waiting[0][0].name} waits on it",
+                    f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {old.place} {state}",
                     code,
                     w,
                     lane,
                     at,
+                    place=old.place,
+                    missing="mbarrier.inval once nobody uses the mbarrier any more",
                 )
             barrier = w.cta.mbarriers[at] = MBarrier(at, expected, w.cta)
+            barrier.init = w.epochs[lane] + code.tag
+            barrier.line, barrier.code = code.line, code
             if (observer := w.cta.launch.observer) is not None:
                 observer.mbarrier_init(w, barrier)
 
@@ -189,6 +252,7 @@ def _inval(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         for at, lanes in _by_address(read(r), w.mask):
             mbarrier_at(w, code, at, int(lanes[0]), strong=False)
             w.cta.mbarriers.pop(at, None)
+            w.cta.invalid[at] = code.line
 
     return step, step
 
@@ -208,6 +272,7 @@ def _expect_tx(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             value = int(r[amount][lane])
             if complete:
                 barrier.tx -= value
+                barrier.relaxed = True
                 barrier.settle()
             else:
                 expect(w, code, barrier, value, lane)
@@ -274,6 +339,7 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     token = asm.source(operands[2], "u32" if parity else "u64")
     acquire = "relaxed" not in words
     code = asm.code
+    blocking = parity and ins.opcode.startswith("mbarrier.try_wait")
 
     def passed(barrier: MBarrier, value: int) -> bool:
         if parity:
@@ -294,11 +360,18 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 observer.mbarrier_wait(w, barrier, done)
             if not done:
                 waiting = barrier
-            elif acquire and barrier.done is not None and w.cta.check:
-                w.clock.join(barrier.done)
+            elif w.cta.check:
+                if acquire and barrier.done is not None:
+                    w.clock.join(barrier.done)
+                _note_passed(w, code, barrier, each, blocking)
             if single:
                 if not done and not group.spurious and w.cta.launch.random.random() >= 0.1:
                     group.blocked = ("mbarrier", barrier, code)
+                    if group.parked < 0:
+                        group.parked = barrier.phase
+                    elif w.cta.check and barrier.phase > group.parked + 1:
+                        _report_missed(w, code, barrier, each, group.parked)
+                        group.parked = barrier.phase
                     barrier.waiting.append((w, group))
                     return RETRY
                 np.copyto(r[p], done, where=mask)
@@ -311,6 +384,42 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         return None
 
     return step, step
+
+
+def _note_passed(w: Warp, code: Code, barrier: MBarrier, lane: int, blocking: bool) -> None:
+    """Remember a wait that has passed; report one (blocking: try_wait by parity) that passes by a phase its own warp has left behind."""
+    w.group.parked = -1
+    done = barrier.phase - 1
+    if done < 0:
+        return
+    if blocking and barrier.arrivers.get(w.main) == barrier.phase and barrier.passed.get(w.main) == done:
+        w.cta.report(
+            "mbarrier",
+            f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {barrier.place} passes by phase {done}, which the warp has "
+            f"waited for before, although it has arrived in phase {barrier.phase} since: the parity is that of the wrong phase",
+            code,
+            w,
+            lane,
+            barrier.address,
+            place=barrier.place,
+            missing=f"a wait for phase {barrier.phase}",
+        )
+    barrier.passed[w.main] = done
+    barrier.observers[w.actor] = (w.track.time, w, code)
+
+
+def _report_missed(w: Warp, code: Code, barrier: MBarrier, lane: int, phase: int) -> None:
+    w.cta.report(
+        "mbarrier",
+        f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {barrier.place} has missed phase {phase}: "
+        f"the mbarrier is in phase {barrier.phase} already, two ahead, and its parity says that phase {phase} is not complete",
+        code,
+        w,
+        lane,
+        barrier.address,
+        place=barrier.place,
+        missing=f"arrivals of phase {phase + 1} that wait until {w.name} has passed phase {phase}",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- tensor maps
@@ -326,7 +435,14 @@ def tensor_map_at(w: Warp, code: Code, address: int) -> TensorMap:
         mapping = launch.memory.find(address)
         raw = b"" if mapping is None else mapping.bytes[address - mapping.base : address - mapping.base + 24].tobytes()
     if address % 64:
-        raise ValueError(f"the tensor map at {address:#x} is not aligned to 64 bytes")
+        w.cta.report(
+            "tensor_map",
+            f"{code.opcode} by {w.name} (PTX line {code.line}): the tensor map at {address:#x} is not aligned to 64 bytes",
+            code,
+            w,
+            int(w.mask.argmax()),
+            address,
+        )
     number = int.from_bytes(raw[16:24], "little")
     if raw[:16] != TENSOR_MAP_MAGIC or number >= len(launch.tensor_maps):
         raise ValueError(f"there is no tensor map at {address:#x}: pass a TensorMap as the parameter")
@@ -413,9 +529,7 @@ def scatter_box(cta: Cta, address: int, data: Array, mode: int) -> None:
     chunks[place] = data.view(np.uint64).reshape(-1, 2)
 
 
-def _shared_box_fault(
-    w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str, owner: Cta | None = None
-) -> bool:
+def _shared_box_fault(w: Warp, code: Code, address: int, size: int, align: int, lane: int, verb: str, owner: Cta | None = None) -> bool:
     """Report a box that does not lie in shared memory or is misaligned."""
     cta = w.cta if owner is None else owner
     place = f"{verb} of {size} bytes at shared{address - SHARED_START:+#x} by the copy of {w.name} lane {lane} (PTX line {code.line})"
@@ -443,14 +557,42 @@ def _epoch(actor: int, time: int, lane: int, code: Code) -> np.int64:
     return np.int64((time << hz.CLOCK_SHIFT) | actor | lane << hz.LANE_SHIFT | int(code.tag))
 
 
+def in_flight(cta: Cta, slot: tuple[int, int], code: Code, who: str) -> None:
+    """Note an asynchronous operation that the CTA has to wait for before it exits."""
+    cta.cluster.in_flight[slot[0]] = (slot[1], cta, code, who)
+
+
+def _check_exit(cta: Cta, warp: Warp) -> None:
+    """Report asynchronous operations that nobody has waited for when the CTA exits: its memory goes while they work on it."""
+    clock = cta.exit_clock
+    if not cta.check or clock is None:
+        return
+    for actor, (time, owner, code, who) in list(cta.cluster.in_flight.items()):
+        if owner is not cta:
+            continue
+        if actor >= len(clock.limits) or clock.limits[actor] >> hz.CLOCK_SHIFT < time:
+            name = f"CTA {cta.index}" if cta.launch.total > 1 else "the CTA"
+            waits = "a wait for it by some thread of the CTA: its mbarrier, or cp.async.bulk.wait_group by the thread that issued it"
+            cta.report(
+                "async_exit",
+                f"{who} ({code.opcode}, PTX line {code.line}) may still be in flight when {name} exits: nothing has waited for it",
+                code,
+                warp,
+                missing=waits,
+            )
+        del cta.cluster.in_flight[actor]
+
+
+EXIT_HOOKS.append(_check_exit)
+
+
 def complete_on(w: Warp, barrier: MBarrier, size: int, slot: tuple[int, int] | None, move: Callable[[], None]) -> None:
     """Queue an asynchronous write that reports `size` bytes to an mbarrier when it is done."""
     clock: Clock | None = None
     if slot is not None:
         clock = w.snapshot()
         actor, time = slot
-        if actor >= len(clock.limits):
-            clock.limits = np.concatenate([clock.limits, np.zeros(actor + 1 - len(clock.limits), np.int64)])
+        clock.grow(actor + 1)
         clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
 
     def complete() -> None:
@@ -459,7 +601,7 @@ def complete_on(w: Warp, barrier: MBarrier, size: int, slot: tuple[int, int] | N
         barrier.join(clock)
         barrier.settle()
 
-    w.cta.launch.defer(w.cta, complete)
+    w.cta.launch.defer(w.cta, complete, (barrier,))
 
 
 # -------------------------------------------------------------------------------------------------------------- tensor copies
@@ -521,10 +663,13 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     slot = cta.async_slot(w, who)
                     epoch = _epoch(*slot, lane, code)
                     if not fault:
-                        check_shared(w, code, _granules(owner, address, box.bytes), epoch, True, who=who, owner=owner)
+                        check_shared(w, code, _granules(owner, address, box.bytes), epoch, True, who=who, owner=owner, proxy=True)
+                        cta.cluster.tiles[int(epoch)] = (address, box.swizzle, box.rows.row_bytes, code)
                     starts, size = box.pieces()
                     if len(starts):
-                        check_global(w, code, box.mapping, starts, size, epoch, False, who=who)
+                        check_global(w, code, box.mapping, starts, size, epoch, False, who=who, proxy=True)
+                    in_flight(owner, slot, code, who)
+                    check_visible(w, code, barrier, lane)
 
                 if cta.launch.observer is not None:
                     cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, barrier)
@@ -619,9 +764,10 @@ def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, c
                 who = f"the bulk store of {w.name}"
                 if not fault:
                     epoch = _epoch(reader, groups.time, lane, code)
-                    check_shared(w, code, _granules(cta, address, box.bytes), epoch, False, reader=reader, who=who)
+                    check_shared(w, code, _granules(cta, address, box.bytes), epoch, False, reader=reader, who=who, proxy=True)
                 if len(starts):
-                    check_global(w, code, box.mapping, starts, size, _epoch(writer, groups.time, lane, code), True, who=who)
+                    check_global(w, code, box.mapping, starts, size, _epoch(writer, groups.time, lane, code), True, who=who, proxy=True)
+                in_flight(cta, (reader, groups.time), code, who)
 
             if cta.launch.observer is not None:
                 cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, None)
@@ -730,10 +876,10 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     assert mapping is not None
                     reader, writer = _bulk_actors(w, lane)
                     who = f"the bulk store of {w.name}"
-                    check_shared(
-                        w, code, _granules(cta, inside, size), _epoch(reader, groups.time, lane, code), False, reader=reader, who=who
-                    )
-                    check_global(w, code, mapping, starts, 16, _epoch(writer, groups.time, lane, code), True, who=who)
+                    epoch = _epoch(reader, groups.time, lane, code)
+                    check_shared(w, code, _granules(cta, inside, size), epoch, False, reader=reader, who=who, proxy=True)
+                    check_global(w, code, mapping, starts, 16, _epoch(writer, groups.time, lane, code), True, who=who, proxy=True)
+                    in_flight(cta, (reader, groups.time), code, who)
 
                 def put(
                     mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault
@@ -760,8 +906,10 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     if not fault and size:
                         assert mapping is not None
                         epoch = _epoch(*slot, lane, code)
-                        check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner)
-                        check_global(w, code, mapping, starts, 16, epoch, False, who=who)
+                        check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner, proxy=True)
+                        check_global(w, code, mapping, starts, 16, epoch, False, who=who, proxy=True)
+                    in_flight(owner, slot, code, who)
+                    check_visible(w, code, barrier, lane)
 
                 def move(
                     mapping: Mapping | None = mapping,
@@ -804,8 +952,10 @@ def _bulk_between(asm: Assembler, ins: Instruction) -> Steps:
                 slot = cta.async_slot(w, who)
                 if not fault and size:
                     epoch = _epoch(*slot, lane, code)
-                    check_shared(w, code, _granules(cta, start, size), epoch, False, reader=slot[0], who=who)
-                    check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner)
+                    check_shared(w, code, _granules(cta, start, size), epoch, False, reader=slot[0], who=who, proxy=True)
+                    check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner, proxy=True)
+                in_flight(owner, slot, code, who)
+                check_visible(w, code, barrier, lane)
 
             def move(owner: Cta = owner, place: int = place, start: int = start, size: int = size, fault: bool = fault) -> None:
                 if not fault:
@@ -874,7 +1024,8 @@ class CopyGroups:
 
 def _copies(w: Warp) -> CopyGroups:
     if w.cp_async is None:
-        w.cp_async = CopyGroups(w.cta.actor(("cp.async", w.index), f"cp.async of {w.name}"))
+        # cp.async works through the generic proxy (9.7.9.25.1).
+        w.cp_async = CopyGroups(w.cta.actor(("cp.async", w.index), f"cp.async of {w.name}", generic=True))
     result: CopyGroups = w.cp_async
     return result
 
@@ -918,6 +1069,7 @@ def _cp_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             epochs = (lanes << hz.LANE_SHIFT) + base
             index, wide = shared_index(cta.shadow, to, size)
             who = f"cp.async of {w.name}"
+            in_flight(cta, (copies.actor, copies.time), code, who)
             check_shared(w, code, index, epochs[:, None] if wide else epochs, True, who=who)
             for mapping, _, start, _ in parts:
                 check_global(w, code, mapping, start, size, base, False, who=who)
@@ -1006,9 +1158,9 @@ def _cp_arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 barrier.pending -= min(count, barrier.pending)
                 barrier.settle()
 
-            w.cta.launch.defer(w.cta, complete)
+            w.cta.launch.defer(w.cta, complete, (barrier,))
 
     return step, step
 
 
-__all__ = ["BLOCK", "LANES", "Immediate", "arrive", "mbarrier_at", "race_message", "shared_reader", "uniform"]
+__all__ = ["BLOCK", "LANES", "Immediate", "arrive", "check_visible", "in_flight", "mbarrier_at", "race_message", "shared_reader", "uniform"]

@@ -12,12 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import hazards as hz
 from .hazards import Clock
 from .ptx import PtxError
 
 if TYPE_CHECKING:
+    from .decode import Code
     from .machine import Cta, Group, Run, Warp
 
 MAX_CLUSTER = 8
@@ -40,7 +42,17 @@ class Cluster:
         self.ctas: list[Cta] = []
         self.capacity = self.size * launch.warps + 64
         self.actor_names: list[str] = []
+        self.family: NDArray[np.int64] = np.full(self.capacity, -1, np.int64)
+        """Of each actor that is a warp or lanes of one, the warp's actor; -1 for others."""
+        self.floor: NDArray[np.int64] = np.full(self.capacity, hz.EVER, np.int64)
+        """0 for actors whose accesses go through the generic proxy, EVER for others (Clock.lower)."""
         self.actors: dict[Any, int] = {}
+        self.wgmma: dict[int, Any] = {}
+        """Actor to the wgmma operations of a warp."""
+        self.in_flight: dict[int, tuple[int, Cta, Code, str]] = {}
+        """Actor of an asynchronous operation to (clock, CTA that it works for, instruction, what it is), for the check at exit."""
+        self.tiles: dict[int, tuple[int, int, int, Code]] = {}
+        """Epoch of a tensor load to (start, swizzle, bytes of a box row, instruction)."""
         self.slots: list[int] = []
         self.slot_times: list[int] = []
         # The cluster barrier: phase, the lanes that have arrived in it, and the clocks they released.
@@ -52,11 +64,25 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------------------- actors
 
-    def actor(self, key: Any, name: str) -> int:
-        """The actor number of a named asynchronous engine, made on first use."""
+    def add_warps(self, warps: list[Warp]) -> None:
+        for warp in warps:
+            self.family[warp.main] = warp.main
+            self.floor[warp.main] = 0
+            self.actor_names.append(warp.name)
+
+    def lane_actor(self, warp: Warp, lane: int) -> int:
+        """The actor of diverged lanes of a warp, by their lowest."""
+        number = self.actor(("lanes", warp.main, lane), warp.name, generic=True)
+        self.family[number] = warp.main
+        return number
+
+    def actor(self, key: Any, name: str, generic: bool = False) -> int:
+        """The actor number of a named asynchronous engine, made on first use. generic: it works through the generic proxy."""
         found = self.actors.get(key)
         if found is None:
             found = self.actors[key] = self.new_actor(name)
+            if generic:
+                self.floor[found] = 0
         return found
 
     def new_actor(self, name: str) -> int:
@@ -65,12 +91,14 @@ class Cluster:
             raise PtxError("more than 65,536 asynchronous operations of one cluster are outstanding")
         self.actor_names.append(name)
         if number >= self.capacity:
+            more = self.capacity
             self.capacity *= 2
+            self.family = np.concatenate([self.family, np.full(more, -1, np.int64)])
+            self.floor = np.concatenate([self.floor, np.full(more, hz.EVER, np.int64)])
             for cta in self.ctas:
                 for warp in cta.warps:
-                    grown = np.zeros(self.capacity, np.int64)
-                    grown[: len(warp.clock.limits)] = warp.clock.limits
-                    warp.clock.limits = grown
+                    for track in (warp.track, *warp.tracks.values(), *(g.track for g in warp.groups)):
+                        track.clock.grow(self.capacity)
         return number
 
     def async_slot(self, warp: Warp, name: str) -> tuple[int, int]:
@@ -86,14 +114,30 @@ class Cluster:
         self.slot_times.append(1)
         return actor, 1
 
+    def still_reading(self, warp: Warp, epoch: int) -> bool:
+        """Whether an unordered access is that of a wgmma whose issue the warp knows of, but not its completion."""
+        state = self.wgmma.get(epoch & hz.ACTOR_MASK)
+        issued = None if state is None else state.issued.get(epoch >> hz.CLOCK_SHIFT)
+        if issued is None:
+            return False
+        actor, time = issued
+        return bool(self.family[actor] == warp.main or warp.clock.limits[actor] >> hz.CLOCK_SHIFT >= time)
+
     # ------------------------------------------------------------------------------------------------------ cluster barrier
 
     def arrive(self, warp: Warp, bits: int, release: bool) -> int:
         """Lanes arrive (9.7.13.3); returns those that had arrived in this phase already."""
         twice = self.arrived.get(warp, 0) & bits
         self.arrived[warp] = self.arrived.get(warp, 0) | bits
-        if self.launch.check and release:
-            clock = warp.snapshot()
+        if self.launch.check:
+            if release:
+                clock = warp.snapshot()
+            else:
+                # A relaxed arrival passes on what fences have released, and mbarriers that a fence.mbarrier_init covers.
+                clock = Clock(np.zeros_like(warp.clock.table))
+                clock.table[hz.INITS] = warp.clock.table[hz.INITS]
+                if warp.fence_clocks[1] is not None:
+                    clock.join(warp.fence_clocks[1])
             if self.clock is None:
                 self.clock = clock
             else:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from . import hazards as hz
 from .access import check_shared, shared_faults, shared_index, split_cluster
 from .alu import Steps
-from .asynchronous import complete_on, mbarrier_at, shared_reader
+from .asynchronous import check_visible, complete_on, in_flight, mbarrier_at, shared_reader
 from .control import aligned
 from .decode import Assembler, instruction
 from .machine import RETRY, Warp, bits_of
@@ -119,6 +119,8 @@ def _st_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     epochs = (lanes[chosen] << hz.LANE_SHIFT) + np.int64(time << hz.CLOCK_SHIFT | actor | int(code.tag))
                     index, wide = shared_index(owner.shadow, offsets, total)
                     check_shared(w, code, index, epochs[:, None] if wide else epochs, True, who=who, owner=owner)
+                    in_flight(owner, slot, code, who)
+                    check_visible(w, code, barrier, int(lanes[chosen[0]]) if len(chosen) else 0)
                 cells = owner.words[size]
                 index_ = offsets[:, None] // size + np.arange(count)
 

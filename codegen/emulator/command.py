@@ -16,7 +16,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..files import check_writable, write_whole
-from .memory import TensorMap, Uninitialized
+from .explore import Exploration
+from .memory import Memory, TensorMap, Uninitialized
 from .program import LaunchError, LaunchResult, Program
 from .ptx import PtxError
 
@@ -34,7 +36,7 @@ Array = NDArray[Any]
 
 HAZARD_KINDS = (
     "race", "uninitialized", "out_of_bounds", "misaligned", "barrier", "deadlock", "proxy_fence", "tcgen05_fence", "wgmma_in_flight",
-    "tmem_lane", "tmem_allocation", "mbarrier", "tensor_map",
+    "tmem_lane", "tmem_allocation", "mbarrier", "tensor_map", "async_exit",
 )  # fmt: skip
 MAX_ARRAY_BYTES = 1 << 32
 _SCALARS: dict[str, Any] = {
@@ -211,6 +213,10 @@ def run_command(
     *,
     check: bool = True,
     profile: bool = False,
+    schedule: str = "random",
+    explore: int | None = None,
+    regions: Sequence[str] = (),
+    as_json: bool = False,
     progress: Callable[[int], None] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -218,11 +224,19 @@ def run_command(
     """The command with its options already split. Returns the exit status: 0 clean, 1 hazards (listed on stderr), 2 usage.
 
     entry: None takes the only entry of the file. ignore: hazard kinds that are neither listed nor counted. profile: print wavefronts of
-    shared memory by PTX line and bytes by engine on stdout. Outputs are saved unless the run could not be made.
+    shared memory by PTX line and bytes by engine on stdout. explore: execute at most so many orders of the synchronisation events instead
+    of one; different outputs are a finding too. as_json: print the findings as one JSON object on stdout. Outputs are saved unless the run
+    could not be made.
     """
     err = sys.stderr if stderr is None else stderr
+    out = sys.stdout if stdout is None else stdout
+    exploration: Exploration | None = None
     try:
-        result = _run(Path(file), entry, grid, block, smem, seed, ignore, args, check, profile, progress)
+        with _prepared(Path(file), entry, grid, block, smem, ignore, args, regions) as launch:
+            if explore:
+                exploration = launch.explore(explore, progress)
+            else:
+                result = launch.run(seed, check, profile, schedule, progress)
     except (UsageError, PtxError, LaunchError) as error:
         # What was found before a launch was given up is often why.
         for hazard in error.hazards if isinstance(error, PtxError) else ():
@@ -230,27 +244,80 @@ def run_command(
                 print(hazard, file=err)
         print(f"fa4gen emulate: {error}", file=err)
         return 2
-    if result.profile is not None:
-        print(result.profile, file=sys.stdout if stdout is None else stdout)
-    hazards = [h for h in result.hazards if h.kind not in ignore]
-    for hazard in hazards:
-        print(hazard, file=err)
-    return 1 if hazards else 0
+    found = result.hazards if exploration is None else exploration.hazards
+    hazards = [h for h in found if h.kind not in ignore]
+    differs = exploration is not None and exploration.outputs > 1
+    if as_json:
+        report: dict[str, Any] = {"hazards": [h.as_json() for h in hazards]}
+        if exploration is not None:
+            report["exploration"] = {k: v for k, v in vars(exploration).items() if k != "hazards"}
+        else:
+            report |= {"instructions": result.instructions, "barriers": result.barriers}
+        print(json.dumps(report), file=out)
+    else:
+        if exploration is None and result.profile is not None:
+            print(result.profile, file=out)
+        if exploration is not None:
+            print(exploration, file=out)
+        for hazard in hazards:
+            print(hazard.report(), file=err)
+    return 1 if hazards or differs else 0
 
 
-def _run(
+def _region(text: str) -> tuple[str, tuple[int, int, tuple[int, ...]]]:
+    """NAME=OFFSET,BYTES[,NxM...] of dynamic shared memory."""
+    match = re.fullmatch(r"([^=]+)=(\d{1,9}),(\d{1,9})(?:,(\d{1,9}(?:x\d{1,9})*))?", text)
+    if match is None:
+        raise UsageError(f"--region {text!r} is not NAME=OFFSET,BYTES or NAME=OFFSET,BYTES,NxM")
+    shape = tuple(int(n) for n in match[4].split("x")) if match[4] else ()
+    return match[1], (int(match[2]), int(match[3]), shape)
+
+
+@dataclass
+class _Launch:
+    """A launch that is ready: the entry, its geometry and arguments, and the arrays behind them."""
+
+    program: Program
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem: int
+    values: list[Any]
+    arrays: _Arrays
+    regions: dict[str, tuple[int, int, tuple[int, ...]]]
+
+    @property
+    def fresh(self) -> list[Array]:
+        """Outputs nobody has written: those reached through a tensor map only are poisoned too."""
+        return [self.arrays.by_path[path] for path in self.arrays.fresh]
+
+    def run(self, seed: int, check: bool, profile: bool, schedule: str, progress: Callable[[int], None] | None) -> LaunchResult:
+        memory = Memory()
+        for array in self.fresh:
+            memory.poison(array)
+        return self.program.launch(
+            self.entry, self.grid, self.block, self.smem, self.values, memory=memory, seed=seed, check=check, progress=progress,
+            profile=profile, schedule=schedule, regions=self.regions,
+        )  # fmt: skip
+
+    def explore(self, limit: int, progress: Callable[[int], None] | None) -> Exploration:
+        return self.program.explore(
+            self.entry, self.grid, self.block, self.smem, self.values, limit, regions=self.regions, poisoned=self.fresh, progress=progress
+        )
+
+
+@contextmanager
+def _prepared(
     file: Path,
     entry: str | None,
     grid: str,
     block: str,
     smem: int,
-    seed: int,
     ignore: Sequence[str],
     args: Sequence[str],
-    check: bool,
-    profile: bool,
-    progress: Callable[[int], None] | None,
-) -> LaunchResult:
+    regions: Sequence[str],
+) -> Iterator[_Launch]:
+    """Everything of a launch but the launch; at the end the outputs are saved."""
     for kind in ignore:
         if kind not in HAZARD_KINDS:
             raise UsageError(f"--ignore {kind!r} is none of {', '.join(HAZARD_KINDS)}")
@@ -268,23 +335,14 @@ def _run(
         entry = next(iter(program.entries))
     arrays = _Arrays()
     values = [parse_argument(spec, arrays) for spec in args]
-    memory = None
-    if arrays.fresh:
-        from .memory import Memory
-
-        # Outputs reached through a tensor map only are poisoned too.
-        memory = Memory()
-        for path in arrays.fresh:
-            memory.poison(arrays.by_path[path])
     for path in arrays.save:
         try:
             check_writable(path)
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror})") from None
-    result = program.launch(entry, grid3, block3, smem, values, memory=memory, seed=seed, check=check, progress=progress, profile=profile)
+    yield _Launch(program, entry, grid3, block3, smem, values, arrays, dict(map(_region, regions)))
     for path in arrays.save:
         try:
             save_array(path, arrays.by_path[path])
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror})") from None
-    return result

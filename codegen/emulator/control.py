@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import hazards as hz
 from .alu import Steps
 from .decode import KINDS, Assembler, instruction, kind_bytes, uniform
 from .machine import ALL, FULL_BITS, LANES, NONE_BYTES, RETRY, SPLIT, WARP, YIELD, Warp, bits_of, mask_of
@@ -235,9 +236,15 @@ def _bar_warp(asm: Assembler, ins: Instruction) -> Steps:
         if w.converge(_members(r[members], w), code):
             return RETRY
         w.group.forced = False
+        if w.cta.check:
+            w.sync_lanes()
         return None
 
-    return nothing, masked
+    def full(w: Warp, r: list[Any]) -> None:
+        if w.cta.check:
+            w.sync_lanes()
+
+    return full, masked
 
 
 def _members(value: Array, w: Warp) -> int:
@@ -432,19 +439,48 @@ def _redux(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
 @instruction("fence", "membar")
 def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.13.4. Proxy fences and fence.mbarrier_init order nothing in this model yet: every access is seen in happens-before order."""
-    if words[:1] == ["proxy"] or words[:1] == ["mbarrier_init"]:
-        return nothing, nothing
+    """9.7.13.4. A proxy fence orders what its thread has done and knows of with the asynchronous proxy, wherever on the way it stands."""
+    if words[:1] == ["mbarrier_init"]:
+
+        def visible(w: Warp, r: list[Any]) -> None:
+            if w.cta.check:
+                w.fence_proxy(hz.INITS)
+
+        return visible, visible
+    if words[:1] == ["proxy"]:
+        if words[1:2] != ["async"]:
+            # Aliases and tensor maps in memory do not exist here.
+            return nothing, nothing
+        spaces = {w.split("::")[0] for w in words[2:] if w.split("::")[0] in ("shared", "global")} or {"shared", "global"}
+        planes = [plane for space, plane in (("shared", hz.SHARED_PROXY), ("global", hz.GLOBAL_PROXY)) if space in spaces]
+
+        def proxy(w: Warp, r: list[Any]) -> None:
+            if w.cta.check:
+                w.fence_proxy(*planes)
+
+        return proxy, proxy
+    scope = scope_of(words)
 
     def step(w: Warp, r: list[Any]) -> None:
         if not w.cta.check:
             return
-        if w.acquired is not None:
-            w.clock.join(w.acquired)
-            w.acquired = None
-        w.fence_clock = w.snapshot()
+        for level in range(scope + 1):
+            clock = w.acquired[level]
+            if clock is not None:
+                w.clock.join(clock)
+                w.acquired[level] = None
+        released = w.snapshot()
+        w.fence_clocks[: scope + 1] = [released] * (scope + 1)
 
     return step, step
+
+
+def scope_of(words: list[str]) -> int:
+    """How far an operation or fence reaches: 0 the CTA, 1 the cluster, 2 the device or system, which is the default."""
+    return next((_SCOPES[w] for w in words if w in _SCOPES), 2)
+
+
+_SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 2, "gl": 2}
 
 
 __all__ = ["aligned", "kind_bytes", "mask_of", "nothing", "synchronized"]

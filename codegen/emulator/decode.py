@@ -16,7 +16,22 @@ from numpy.typing import NDArray
 from . import hazards as hz
 from .machine import ALL_BYTES, LANES, NONE_BYTES, Step, Warp
 from .memory import POISON32
-from .ptx import Address, Entry, Immediate, Instruction, Module, Negated, Operand, PtxError, Register, Sink, Special, Symbol
+from .ptx import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Module,
+    Negated,
+    Operand,
+    Pair,
+    PtxError,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
 
 if TYPE_CHECKING:
     from .machine import Cta
@@ -136,6 +151,8 @@ class Assembler:
         self.instruction: Instruction = entry.instructions[0]
         self.code = Code(0, 0, "")
         self.params = {p.name: p for p in entry.params}
+        self.watched = 0
+        """32-bit registers (bit by number) that some wgmma names: what else accesses them is noted."""
 
     # --------------------------------------------------------------------------------------------------------------- slots
 
@@ -366,6 +383,15 @@ class DecodedEntry:
                 raise PtxError(f"{ins.opcode}: cannot be decoded ({error})", ins.line) from error
             self.full.append(steps[0])
             self.masked.append(steps[1])
+        self.sources = {i.line: i.source for i in entry.instructions if i.source}
+        """PTX line to file:line of the source."""
+        if assembler.watched:
+            for index, ins in enumerate(entry.instructions):
+                bits = register_mask(ins) & assembler.watched
+                if bits and not ins.opcode.startswith("wgmma.mma_async"):
+                    code = Code(index, ins.line, ins.opcode)
+                    self.full[index] = _noting(self.full[index], code, bits)
+                    self.masked[index] = _noting(self.masked[index], code, bits)
         self.slots = assembler.slots
         counts = entry.register_counts
         self.counts = {bits: counts.get(bits, 0) for bits in (1, 16, 32, 64, 128)}
@@ -410,6 +436,36 @@ class DecodedEntry:
 DECODE_HOOKS: list[Callable[[DecodedEntry], None]] = []
 """Called with every decoded entry; may wrap its steps."""
 EXIT_HOOKS: list[Callable[[Any, Warp], None]] = []
+ACCESS_HOOKS: list[Callable[[Warp, Code, int], None]] = []
+"""Told of accesses to watched registers: (warp, instruction, registers)."""
+
+
+def register_mask(ins: Instruction) -> int:
+    """32-bit registers (bit by number) that an instruction names."""
+    result = 0
+    stack: list[Any] = list(ins.operands)
+    while stack:
+        operand = stack.pop()
+        if isinstance(operand, Register):
+            if operand.type != "pred" and operand.bytes == 4:
+                result |= 1 << operand.index
+        elif isinstance(operand, Vector):
+            stack += operand.items
+        elif isinstance(operand, Pair):
+            stack += (operand.first, operand.second)
+        elif isinstance(operand, Address):
+            stack += (operand.base, *operand.coordinates)
+    return result
+
+
+def _noting(step: Step, code: Code, bits: int) -> Step:
+    def noted(w: Warp, r: list[Any]) -> int | None:
+        if w.wgmma is not None:
+            for hook in ACCESS_HOOKS:
+                hook(w, code, bits)
+        return step(w, r)
+
+    return noted
 
 
 def special_register(warp: Warp, name: str) -> Array:

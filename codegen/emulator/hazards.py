@@ -1,13 +1,17 @@
 """Happens-before: vector clocks, shadow memories that remember the last accesses of every byte, and the findings.
 
 An epoch is one int64 that says who accessed a byte and when: clock (23 bits), instruction (18), strong (1), lane (5), actor (16).
-Actors are warps and asynchronous operations of one CTA. A vector clock is an int64 array of *limits*: an epoch `e` of actor `a` happened
-before iff e <= limits[a], so a whole warp's accesses are compared in a few vector operations.
+Actors are warps, diverged lanes of a warp and asynchronous operations of one cluster. A vector clock is an int64 array of *limits*: an
+epoch `e` of actor `a` happened before iff e <= limits[a], so a whole warp's accesses are compared in a few vector operations.
+
+A clock has further planes of limits, which travel with it: what a proxy fence has made visible to the asynchronous proxy, which mbarrier
+initialisations are visible to it, and which tcgen05 operations are ordered with thread synchronisation. An access that needs more than
+happens-before is held against the lower of two planes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,22 @@ CLOCK_STEP = 1 << CLOCK_SHIFT
 CLOCK_FILL = CLOCK_STEP - 1
 CLOCK_LIMIT = 1 << 23
 
+EVER = (1 << 62) - 1
+"""The limit of an actor all of whose operations are ordered."""
+
+# Planes of a clock.
+ORDER = 0
+"""Happens-before."""
+SHARED_PROXY = 1
+"""Generic accesses that a fence.proxy.async on the way has ordered with the asynchronous proxy in shared memory."""
+GLOBAL_PROXY = 2
+"""The same in global memory."""
+INITS = 3
+"""mbarrier.init that a fence.mbarrier_init on the way has made visible."""
+TENSOR = 4
+"""tcgen05 operations that a tcgen05.fence::before_thread_sync or a commit has ordered with the synchronisation that follows."""
+PLANES = 5
+
 GLOBAL_PAGE_SHIFT = 16
 _ACTOR = np.int64(ACTOR_MASK)
 
@@ -38,9 +58,11 @@ class Access:
     warp: str
     """Which warp or asynchronous operation, in words."""
     lane: int
+    source: str = ""
+    """file:line of the source, where the PTX has line information."""
 
     def __str__(self) -> str:
-        return f"PTX line {self.line} ({self.warp}, lane {self.lane})"
+        return f"PTX line {self.line}" + (f", {self.source}" if self.source else "") + f" ({self.warp}, lane {self.lane})"
 
 
 @dataclass(frozen=True)
@@ -54,77 +76,159 @@ class Hazard:
     lane: int
     address: int
     other: Access | None = None
+    place: str = ""
+    """The address in words: region, offset, and the name of what lies there."""
+    missing: str = ""
+    """What would have ordered or allowed the access."""
+    source: str = ""
+    """file:line of the source, where the PTX has line information."""
+    count: int = 1
+    """How often it was found."""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.message}"
+        times = f" [{self.count} times]" if self.count > 1 else ""
+        return f"{self.kind}: {self.message}{times}"
+
+    def report(self) -> str:
+        """The finding in one line, then, indented, both accesses and what is missing, as far as known."""
+        lines = [str(self)]
+        if self.source or self.other is not None:
+            here = f"PTX line {self.line}" + (f", {self.source}" if self.source else "")
+            lines.append(f"    at     {here} (warp {self.warp}, lane {self.lane})" + (f": {self.place}" if self.place else ""))
+        if self.other is not None:
+            lines.append(f"    after  {self.other}")
+        if self.missing:
+            lines.append(f"    needs  {self.missing}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as plain values, for json.dumps."""
+        return asdict(self)
 
 
 class Reporter:
-    """Collects findings, each (kind, line, other line) once with a count."""
+    """Collects findings, each kind at a pair of lines once with a count."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, int, int], Hazard] = {}
         self._count: dict[tuple[str, int, int], int] = {}
 
     def add(self, hazard: Hazard) -> None:
-        key = (hazard.kind, hazard.line, hazard.other.line if hazard.other else 0)
+        # Which of two unordered accesses came first is chance: they are one finding.
+        lines = sorted((hazard.line, hazard.other.line if hazard.other else 0))
+        key = (hazard.kind, lines[0], lines[1])
         self._first.setdefault(key, hazard)
         self._count[key] = self._count.get(key, 0) + 1
 
     def hazards(self) -> list[Hazard]:
         result = []
         for key, hazard in self._first.items():
-            count = self._count[key]
-            message = hazard.message if count == 1 else f"{hazard.message} [{count} times]"
-            result.append(Hazard(hazard.kind, message, hazard.line, hazard.warp, hazard.lane, hazard.address, hazard.other))
+            result.append(replace(hazard, count=self._count[key]))
         return result
 
 
 class Clock:
-    """A vector clock: limits of the own CTA's actors, and of other CTAs' where a global-memory synchronisation has brought them."""
+    """A vector clock: limits of the own cluster's actors, and of other clusters' where a global-memory synchronisation has brought them.
 
-    __slots__ = ("foreign", "limits")
+    table [planes, actors]; limits is its first plane. lanes: (plane, actor) to {lane mask: limit} for what only some lanes of an actor
+    have released. foreign: cluster to its clock. Inner dictionaries and foreign clocks are replaced, never changed: copies share them.
+    """
 
-    def __init__(self, limits: Int64, foreign: dict[int, Int64] | None = None) -> None:
-        self.limits = limits
+    __slots__ = ("foreign", "lanes", "limits", "table")
+
+    def __init__(
+        self, table: Int64, foreign: dict[int, Clock] | None = None, lanes: dict[tuple[int, int], dict[int, int]] | None = None
+    ) -> None:
+        self.table = table
+        self.limits: Int64 = table[ORDER]
         self.foreign = foreign
+        self.lanes = lanes
 
     def copy(self) -> Clock:
-        return Clock(self.limits.copy(), None if self.foreign is None else dict(self.foreign))
+        return Clock(self.table.copy(), self.foreign and dict(self.foreign), self.lanes and dict(self.lanes))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` actors."""
+        if capacity > self.table.shape[1]:
+            grown = np.zeros((PLANES, capacity), np.int64)
+            grown[:, : self.table.shape[1]] = self.table
+            self.table = grown
+            self.limits = grown[ORDER]
 
     def join(self, other: Clock) -> None:
-        """Component-wise maximum with a clock of the same CTA."""
-        mine, theirs = self.limits, other.limits
-        if len(mine) == len(theirs):
-            np.maximum(mine, theirs, out=mine)
-        elif len(mine) > len(theirs):
-            part = mine[: len(theirs)]
-            np.maximum(part, theirs, out=part)
-        else:
-            grown = theirs.copy()
-            part = grown[: len(mine)]
-            np.maximum(part, mine, out=part)
-            self.limits = grown
+        """Component-wise maximum with a clock of the same cluster."""
+        mine, theirs = self.table, other.table
+        if mine.shape[1] < theirs.shape[1]:
+            self.grow(theirs.shape[1])
+            mine = self.table
+        if mine.shape[1] > theirs.shape[1]:
+            mine = mine[:, : theirs.shape[1]]
+        np.maximum(mine, theirs, out=mine)
+        if other.lanes:
+            for (plane, actor), masks in other.lanes.items():
+                for bits, limit in masks.items():
+                    self.note_lanes(plane, actor, bits, limit)
         if other.foreign is not None:
             self.join_foreign(other.foreign)
 
-    def join_foreign(self, foreign: dict[int, Int64]) -> None:
+    def note_lanes(self, plane: int, actor: int, bits: int, limit: int) -> None:
+        """What these lanes of an actor did up to `limit` is ordered in the sense of `plane`."""
+        if actor < self.table.shape[1] and self.table[plane, actor] >= limit:
+            return
+        if self.lanes is None:
+            self.lanes = {}
+        known = self.lanes.get((plane, actor))
+        if known is None:
+            self.lanes[plane, actor] = {bits: limit}
+        elif known.get(bits, -1) < limit:
+            floor = int(self.table[plane, actor]) if actor < self.table.shape[1] else 0
+            self.lanes[plane, actor] = {b: v for b, v in known.items() if v > floor} | {bits: limit}
+
+    def join_foreign(self, foreign: dict[int, Clock]) -> None:
         if self.foreign is None:
             self.foreign = {}
-        for cta, limits in foreign.items():
-            known = self.foreign.get(cta)
+        for cluster, clock in foreign.items():
+            known = self.foreign.get(cluster)
             if known is None:
-                self.foreign[cta] = limits
-            elif known is not limits:
-                self.foreign[cta] = _maximum(known, limits)
+                self.foreign[cluster] = clock
+            elif known is not clock:
+                joined = known.copy()
+                joined.join(clock)
+                self.foreign[cluster] = joined
 
+    def fence(self, plane: int) -> None:
+        """Note that everything before now is ordered in the sense of `plane` too."""
+        np.maximum(self.table[plane], self.limits, out=self.table[plane])
+        if self.lanes:
+            for (of, actor), masks in list(self.lanes.items()):
+                if of == ORDER:
+                    for bits, limit in masks.items():
+                        self.note_lanes(plane, actor, bits, limit)
+        if self.foreign and plane == GLOBAL_PROXY:
+            fenced = {}
+            for cluster, clock in self.foreign.items():
+                fenced[cluster] = clock.copy()
+                fenced[cluster].fence(plane)
+            self.foreign = fenced
 
-def _maximum(a: Int64, b: Int64) -> Int64:
-    if len(a) < len(b):
-        a, b = b, a
-    result = a.copy()
-    np.maximum(result[: len(b)], b, out=result[: len(b)])
-    return result
+    def lower(self, plane: int, floor: Int64) -> Int64:
+        """Limits of what happened before and is ordered in the sense of `plane`, which actors with a floor of EVER need not be."""
+        limits = self.limits
+        result: Int64 = np.minimum(limits, np.maximum(self.table[plane], floor[: len(limits)]))
+        return result
+
+    def covers(self, plane: int, epochs: Int64) -> NDArray[np.bool_]:
+        """Which accesses are ordered in the sense of `plane`: the whole answer, lanes included, for the few that limits alone refuse."""
+        actors = epochs & _ACTOR
+        row = self.table[plane]
+        result: NDArray[np.bool_] = np.where(actors < len(row), epochs <= row[np.minimum(actors, len(row) - 1)], epochs == 0)
+        if self.lanes:
+            lane = epochs >> LANE_SHIFT & 31
+            for (of, actor), masks in self.lanes.items():
+                if of == plane:
+                    for bits, limit in masks.items():
+                        result |= (actors == actor) & (np.int64(bits) >> lane & 1).astype(np.bool_) & (epochs <= limit)
+        return result
 
 
 class Shadow:
@@ -165,37 +269,35 @@ class Shadow:
             self.read = np.repeat(self.read, factor, axis=0)
             self.shift = granule_shift
 
-    def _writes(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_], Int64, Int64]:
-        """(granules whose last write is unordered, that write, the last write of either kind)."""
-        last = self.write[index]
-        bad = last > limits[last & _ACTOR]
-        if self.strong is None:
-            return bad, last, last
-        atomic = self.strong[index]
-        either = np.maximum(last, atomic)
-        if strong:
-            return bad, last, either
-        late = atomic > limits[atomic & _ACTOR]
-        return bad | late, np.where(bad, last, atomic), either
+    def conflicts(
+        self, index: Any, limits: Int64, write: bool, strong: bool, write_limits: Int64 | None = None
+    ) -> tuple[list[tuple[NDArray[np.bool_], Int64, bool]], Int64]:
+        """([(granules with an earlier access that the limits do not cover, that access, whether it wrote)], each granule's last write).
 
-    def read_conflict(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None, Int64]:
-        """(granules whose last write is unordered, granules never written, those writes); None where there are none."""
-        bad, before, either = self._writes(index, limits, strong)
-        never = either == 0
-        return (bad if bad.any() else None), (never if never.any() else None), before
-
-    def write_conflict(self, index: Any, limits: Int64, strong: bool) -> tuple[NDArray[np.bool_], Int64] | None:
-        """Granules with an unordered earlier access and those accesses' epochs; None when all are ordered."""
-        bad, before, _ = self._writes(index, limits, strong)
-        reads = self.read[index]
-        unordered = reads > limits[self.column_actors]
-        if strong:
-            unordered &= (reads & STRONG) == 0
-        if not bad.any() and not unordered.any():
-            return None
-        any_read = unordered.any(axis=-1)
-        pick = np.take_along_axis(reads, unordered.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-        return bad | any_read, np.where(bad, before, pick)
+        One item a kind of earlier access. write_limits: limits for the earlier writes where they have to be ordered by more than reads.
+        """
+        parts: list[tuple[NDArray[np.bool_], Int64, bool]] = []
+        of_writes = limits if write_limits is None else write_limits
+        last: Int64 = self.write[index]
+        bad = last > of_writes[last & _ACTOR]
+        if bad.any():
+            parts.append((bad, last, True))
+        if self.strong is not None:
+            atomic = self.strong[index]
+            if not strong:
+                late = atomic > of_writes[atomic & _ACTOR]
+                if late.any():
+                    parts.append((late, atomic, True))
+            last = np.maximum(last, atomic)
+        if write:
+            reads = self.read[index]
+            unordered = reads > limits[self.column_actors]
+            if strong:
+                unordered &= (reads & STRONG) == 0
+            if unordered.any():
+                columns = np.flatnonzero(unordered.reshape(-1, unordered.shape[-1]).any(axis=0))
+                parts += [(unordered[..., c], reads[..., c], False) for c in columns.tolist()]
+        return parts, last
 
     def note_write(self, index: Any, epochs: Any, strong: bool) -> None:
         if not strong:
@@ -245,8 +347,13 @@ class GlobalPage:
             found = self.planes[name] = (np.zeros(shape, np.int64), np.zeros(shape, np.int32))
         return found
 
-    def conflicts(self, index: Any, clock: Clock, cta: int, write: bool, strong: bool) -> list[tuple[NDArray[np.bool_], Int64, Any]]:
-        """[(granules with an unordered earlier access, those accesses, their CTAs)], one item a kind of earlier access."""
+    def conflicts(
+        self, index: Any, clock: Clock, cta: int, write: bool, strong: bool, floor: Int64 | None = None
+    ) -> list[tuple[NDArray[np.bool_], Int64, Any]]:
+        """[(granules with an unordered earlier access, those accesses, their CTAs)], one item a kind of earlier access.
+
+        floor: given for an access through the asynchronous proxy, which earlier writes have to be fenced for (Clock.lower).
+        """
         result = []
         for name in ("write",) if strong else ("write", "strong"):
             plane = self.planes.get(name)
@@ -254,7 +361,7 @@ class GlobalPage:
                 last = plane[0][index]
                 if last.any():
                     ctas = plane[1][index]
-                    bad = unordered(last, ctas, clock, cta)
+                    bad = unordered(last, ctas, clock, cta, floor)
                     if bad.any():
                         result.append((bad, last, ctas))
         reads = self.planes.get("read") if write else None
@@ -265,15 +372,8 @@ class GlobalPage:
                 late = unordered(epochs, ctas, clock, cta)
                 if strong:
                     late &= (epochs & STRONG) == 0
-                if late.any():
-                    pick = late.argmax(axis=-1)[..., None]
-                    result.append(
-                        (
-                            np.asarray(late.any(axis=-1)),
-                            np.take_along_axis(epochs, pick, -1)[..., 0],
-                            np.take_along_axis(ctas, pick, -1)[..., 0],
-                        )
-                    )
+                columns = np.flatnonzero(late.reshape(-1, late.shape[-1]).any(axis=0))
+                result += [(late[..., c], epochs[..., c], ctas[..., c]) for c in columns.tolist()]
         return result
 
     def note(self, index: Any, epoch: Any, cta: int, write: bool, strong: bool) -> None:
@@ -290,23 +390,13 @@ class GlobalPage:
         ctas[index, bucket] = cta
 
 
-def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int) -> NDArray[np.bool_]:
-    """Which of the accesses (epoch, CTA) did not happen before `clock` of CTA number `cta`; epoch 0 is no access."""
+def unordered(epochs: Int64, ctas: Any, clock: Clock, cta: int, floor: Int64 | None = None) -> NDArray[np.bool_]:
+    """Which accesses (epoch, cluster) are not ordered before `clock` of cluster number `cta` by its limits alone; epoch 0 is no access.
+
+    floor: accesses have to be ordered with the asynchronous proxy in global memory too.
+    """
     own = ctas == cta
     actor = epochs & _ACTOR
-    limits = clock.limits
-    bad: NDArray[np.bool_]
-    if own.all():
-        bad = epochs > limits[np.minimum(actor, len(limits) - 1)]
-    else:
-        bad = epochs > np.where(own, limits[np.minimum(actor, len(limits) - 1)], 0)
-        foreign = clock.foreign
-        if foreign:
-            flat_bad, flat_cta, flat_epoch = bad.reshape(-1), np.broadcast_to(ctas, bad.shape).reshape(-1), epochs.reshape(-1)
-            for place in np.nonzero(flat_bad & ~own.reshape(-1))[0]:
-                known = foreign.get(int(flat_cta[place]))
-                who = int(flat_epoch[place]) & ACTOR_MASK
-                if known is not None and who < len(known) and flat_epoch[place] <= known[who]:
-                    flat_bad[place] = False
-            bad = flat_bad.reshape(bad.shape)
+    limits = clock.limits if floor is None else clock.lower(GLOBAL_PROXY, floor)
+    bad: NDArray[np.bool_] = epochs > np.where(own, limits[np.minimum(actor, len(limits) - 1)], 0)
     return bad

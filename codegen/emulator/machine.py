@@ -21,6 +21,8 @@ from .memory import POISON32, SHARED_START, Memory, TensorMap
 from .observe import Observer, landing
 from .profile import Profile
 from .ptx import PtxError
+from .regions import Regions
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from .decode import Code
@@ -40,6 +42,8 @@ EXIT = -4
 """Warp.split = (lanes that exit, 0)."""
 YIELD = -5
 """The quantum ends after this instruction."""
+PAUSE = -6
+"""The quantum ends before this instruction."""
 
 WARP = 32
 LANES = np.arange(WARP, dtype=np.int64)
@@ -75,13 +79,48 @@ def mask_of(bits: int) -> Bool:
     return np.unpackbits(np.frombuffer((bits & FULL_BITS).to_bytes(4, "little"), np.uint8), bitorder="little").astype(np.bool_)
 
 
+class Track:
+    """One strand of happens-before: a warp, or lanes of it that have diverged, with an actor, a clock and the epochs of its accesses."""
+
+    __slots__ = ("actor", "bits", "clock", "epochs", "time")
+
+    def __init__(self, actor: int, clock: Clock, bits: int, time: int = 1) -> None:
+        self.actor = actor
+        self.clock = clock
+        """What all its lanes know. Its own limit is that of its last bar.warp.sync: what a lane did since is news to the other lanes."""
+        self.bits = bits
+        self.time = time
+        self.epochs: Array = (LANES << hz.LANE_SHIFT) | np.int64(actor | time << hz.CLOCK_SHIFT)
+
+    @property
+    def now(self) -> int:
+        """The limit that covers everything done so far."""
+        return self.time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+
+    def tick(self) -> None:
+        """Begin a new epoch: accesses from here on are not covered by what was released before."""
+        self.time += 1
+        self.epochs += hz.CLOCK_STEP
+        if self.time >= hz.CLOCK_LIMIT - 2:
+            raise PtxError(f"a warp has released more than {hz.CLOCK_LIMIT} times: the checks cannot follow it (run without checks)")
+
+    def released(self) -> Clock:
+        """A copy of the clock with everything that its lanes have done."""
+        result = self.clock.copy()
+        result.limits[self.actor] = self.now
+        return result
+
+
 class Group:
     """Lanes of a warp that share a program counter."""
 
-    __slots__ = ("bits", "blocked", "forced", "mask", "pc", "spurious")
+    __slots__ = ("bits", "blocked", "forced", "mask", "parked", "pc", "spurious", "track")
 
-    def __init__(self, pc: int, mask: Bool) -> None:
+    def __init__(self, pc: int, mask: Bool, track: Track) -> None:
         self.pc = pc
+        self.track = track
+        self.parked = -1
+        """Phase of the mbarrier that the group has been waiting for."""
         self.mask = mask
         self.bits = bits_of(mask)
         self.blocked: tuple[Any, ...] | None = None
@@ -98,25 +137,36 @@ class Warp:
         self.actor = cta.rank * cta.launch.warps + index
         self.name = f"warp {index}" if cta.launch.total == 1 else f"CTA {cta.index} warp {index}"
         self.mask: Bool = ALL if lanes == WARP else np.arange(WARP) < lanes
-        self.groups = [Group(0, self.mask)]
+        self.main = self.actor
+        """Actor of the warp while it is whole; `actor` is that of the lanes that run."""
+        self.track = Track(self.actor, Clock(np.zeros((hz.PLANES, cta.cluster.capacity), np.int64)), bits_of(self.mask))
+        self.tracks: dict[int, Track] = {}
+        """Strands of diverged lanes, by their lowest lane."""
+        self.groups = [Group(0, self.mask, self.track)]
         self.group = self.groups[0]
         self.live_bits = self.group.bits
         self.split: tuple[Bool, int] = (ALL, 0)
         self.done = False
         self.ready = False
+        self.paused = False
+        """Stopped before an event of an exploration."""
         self.R: list[Any] = []
         self.B16: Array
         self.B32: Array
         self.B64: Array
         self.local: NDArray[np.uint8] | None = None
-        self.ticks = 0
-        # Happens-before.
-        limits = np.zeros(cta.cluster.capacity, np.int64)
-        limits[self.actor] = hz.CLOCK_STEP | hz.CLOCK_FILL
-        self.clock = Clock(limits)
-        self.epochs = (LANES << hz.LANE_SHIFT) | self.actor | hz.CLOCK_STEP
-        self.fence_clock: Clock | None = None
-        self.acquired: Clock | None = None
+        # Happens-before: the strand of the lanes that run.
+        self.clock = self.track.clock
+        self.epochs = self.track.epochs
+        self.fence_clocks: list[Clock | None] = [None, None, None]
+        """The clock at the last fence of at least each scope: CTA, cluster, device."""
+        self.acquired: list[Clock | None] = [None, None, None]
+        """What relaxed reads have seen released, by how far away: a fence of that scope acquires it."""
+        self.unsynced: Clock | None = None
+        """What diverged lanes did before they met the others again, ordered with those only by the next barrier of the warp."""
+        self.unsynced_bits = 0
+        self.tensor_after: Array | None = None
+        """Limits of the tcgen05 operations that a tcgen05.fence::after_thread_sync has ordered with those to come."""
         # Asynchronous operations of this warp, oldest first.
         self.wgmma: Any = None
         self.bulk: dict[int, Any] = {}
@@ -127,20 +177,81 @@ class Warp:
 
     # ----------------------------------------------------------------------------------------------------- happens-before
 
-    def tick(self) -> None:
-        """Begin a new epoch: accesses from here on are not covered by snapshots taken before."""
-        limits = self.clock.limits
-        limits[self.actor] += hz.CLOCK_STEP
-        self.epochs += hz.CLOCK_STEP
-        self.ticks += 1
-        if self.ticks >= hz.CLOCK_LIMIT - 2:
-            raise PtxError(f"{self.name} has released more than {hz.CLOCK_LIMIT} times: the checks cannot follow it (run without checks)")
-
     def snapshot(self) -> Clock:
         """The clock to publish at a release; a new epoch begins."""
         result = self.clock.copy()
-        self.tick()
+        self._own(result, hz.ORDER)
+        if self.unsynced is not None and self.unsynced_bits & bits_of(self.mask):
+            result.join(self.unsynced)
+        self.track.tick()
         return result
+
+    def _own(self, clock: Clock, plane: int) -> None:
+        """Add to a clock what the executing lanes themselves have done."""
+        track = self.track
+        bits = FULL_BITS if self.mask is ALL else bits_of(self.mask)
+        if bits == track.bits or bits == self.live_bits:
+            clock.table[plane, track.actor] = track.now
+        else:
+            clock.note_lanes(plane, track.actor, bits, track.now)
+
+    def sync_lanes(self) -> None:
+        """bar.warp.sync: the executing lanes' accesses are ordered with each other's (9.7.13.3)."""
+        if self.unsynced is not None:
+            self.clock.join(self.unsynced)
+            self.unsynced = None
+            self.unsynced_bits = 0
+        self._own(self.clock, hz.ORDER)
+        self.track.tick()
+
+    def fence_proxy(self, *planes: int) -> None:
+        """Order what the executing lanes have done or know of in the sense of the planes."""
+        for plane in planes:
+            self.clock.fence(plane)
+            self._own(self.clock, plane)
+            if self.unsynced is not None and self.unsynced_bits & bits_of(self.mask):
+                self.unsynced.fence(plane)
+        self.track.tick()
+
+    def _enter(self, group: Group) -> None:
+        self.group = group
+        track = group.track
+        if track is not self.track:
+            self.track, self.actor, self.clock, self.epochs = track, track.actor, track.clock, track.epochs
+
+    def _branch_track(self, bits: int) -> Track:
+        """A strand for lanes that leave the running ones: it knows what they knew; what either does from now on is news to the other."""
+        cta = self.cta
+        clock = self.clock.copy()
+        clock.note_lanes(hz.ORDER, self.actor, bits, self.track.now)
+        self.track.tick()
+        lowest = (bits & -bits).bit_length() - 1
+        known = self.tracks.get(lowest)
+        time = 1
+        if known is None:
+            actor = cta.cluster.lane_actor(self, lowest)
+            clock.grow(cta.cluster.capacity)
+        else:
+            actor = known.actor
+            time = known.time + 1
+            if not bits & ~known.bits:
+                clock.join(known.released())
+        track = self.tracks[lowest] = Track(actor, clock, bits, time)
+        return track
+
+    def _meet(self, group: Group, other: Group) -> None:
+        """Two groups become one, without an order between what they did apart."""
+        if group.track is other.track:
+            return
+        keep, leave = group.track, other.track
+        if leave.actor == self.main or (keep.actor != self.main and other.bits.bit_count() > group.bits.bit_count()):
+            keep, leave = leave, keep
+        if self.unsynced is None:
+            self.unsynced = leave.released()
+        else:
+            self.unsynced.join(leave.released())
+        self.unsynced_bits |= leave.bits
+        group.track = keep
 
     # ------------------------------------------------------------------------------------------------------------ running
 
@@ -165,7 +276,7 @@ class Warp:
             group = self.pick()
             if group is None:
                 break
-            self.group = group
+            self._enter(group)
             self.mask = group.mask
             ops = code.full if group.bits == FULL_BITS else code.masked
             pc = group.pc
@@ -212,6 +323,8 @@ class Warp:
                     group.pc = pc + 1
                     self._merge(group)
                     break
+                elif result == PAUSE:
+                    break
                 if self.done:
                     break
             if len(self.groups) > 1:
@@ -221,14 +334,19 @@ class Warp:
     def _split(self, group: Group) -> None:
         taken, target = self.split
         rest = group.mask & ~taken
-        other = Group(target, taken)
+        other = Group(target, taken, group.track)
         group.mask = rest
         group.bits = bits_of(rest)
         group.pc += 1
         self.groups.append(other)
+        if self.cta.check:
+            apart = min(group, other, key=lambda g: g.bits.bit_count())
+            apart.track = self._branch_track(apart.bits)
 
     def _exit(self, group: Group) -> None:
         gone = self.split[0]
+        if self.cta.check:
+            self.cta.left(group.track.released(), self.unsynced)
         self.live_bits &= ~bits_of(gone)
         rest = group.mask & ~gone
         if rest.any():
@@ -252,6 +370,7 @@ class Warp:
             # A group that is parked inside a barrier has arrived already: it is past its instruction and must not absorb others.
             if other is group or other.pc != group.pc or (other.blocked and other.blocked[0] != "converge") or group.blocked:
                 continue
+            self._meet(group, other)
             group.mask = group.mask | other.mask
             group.bits |= other.bits
             self.groups.remove(other)
@@ -299,6 +418,21 @@ class MBarrier:
         self.clock: Clock | None = None
         self.done: Clock | None = None
         self.waiting: list[tuple[Warp, Group]] = []
+        # For the checks.
+        self.init = np.int64(0)
+        """Epoch of the mbarrier.init."""
+        self.line = 0
+        self.code: Code | None = None
+        """The mbarrier.init, and its PTX line."""
+        self.last: tuple[str, int] | None = None
+        """Who arrived last, and its PTX line."""
+        self.observers: dict[int, tuple[int, Warp, Code]] = {}
+        """Actor to (clock, warp, instruction) of the waits that passed on the last completed phase."""
+        self.arrivers: dict[int, int] = {}
+        """Warp to the phase of its last arrival."""
+        self.passed: dict[int, int] = {}
+        """Warp to the last phase that a wait of it has passed on."""
+        self.relaxed = False
 
     def join(self, clock: Clock | None) -> None:
         if clock is None:
@@ -311,6 +445,8 @@ class MBarrier:
     def settle(self) -> None:
         """Complete the phase when nothing is pending."""
         if self.pending == 0 and self.tx == 0:
+            if self.observers:
+                self._check_observed()
             self.phase += 1
             self.pending = self.expected
             # The accumulated clock stays: completing a later phase implies the earlier ones.
@@ -322,15 +458,45 @@ class MBarrier:
             if (observer := self.cta.launch.observer) is not None:
                 observer.mbarrier_phase(self)
 
+    def _check_observed(self) -> None:
+        """A phase may complete only after every wait for the one before has been seen to pass: else a wait can miss it altogether."""
+        clock = self.clock
+        if clock is not None and not self.relaxed:
+            for actor, (time, warp, code) in self.observers.items():
+                known = int(clock.limits[actor]) if actor < len(clock.limits) else 0
+                # What any lane has released will do: the lanes of a warp test together.
+                known = max(known, *((clock.lanes or {}).get((hz.ORDER, actor), {}).values()), 0)
+                if known >> hz.CLOCK_SHIFT < time:
+                    arrival = f", last by {self.last[0]} (PTX line {self.last[1]})" if self.last else ""
+                    self.cta.report(
+                        "mbarrier",
+                        f"phase {self.phase} of the mbarrier at {self.place} completes{arrival} without waiting for "
+                        f"{warp.name}, whose wait (PTX line {code.line}) for phase {self.phase - 1} could then miss it",
+                        code,
+                        warp,
+                        0,
+                        self.address,
+                        None if self.last is None else Access(self.last[1], self.last[0], 0),
+                        missing=f"{warp.name} passing phase {self.phase - 1} before the arrivals of phase {self.phase}",
+                    )
+        self.observers.clear()
+        self.relaxed = False
+
+    @property
+    def place(self) -> str:
+        return self.cta.launch.regions.shared(self.address)
+
 
 class Pending:
     """An asynchronous operation whose effect is still to come."""
 
-    __slots__ = ("complete", "cta")
+    __slots__ = ("complete", "cta", "reports")
 
-    def __init__(self, cta: Cta, complete: Callable[[], None]) -> None:
+    def __init__(self, cta: Cta, complete: Callable[[], None], reports: tuple[MBarrier, ...] = ()) -> None:
         self.cta = cta
         self.complete = complete
+        self.reports = reports
+        """mbarriers that it arrives at or brings bytes to."""
 
 
 class Cta:
@@ -356,11 +522,16 @@ class Cta:
         self.shadow = Shadow(len(self.smem), 4) if self.check else None
         self.barriers = [NamedBarrier() for _ in range(NAMED_BARRIERS)]
         self.mbarriers: dict[int, MBarrier] = {}
-        self.sync_clocks: dict[int, Clock] = {}
+        self.sync_clocks: dict[int, dict[tuple[int, int, int], Clock]] = {}
+        """Shared address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.tmem: Any = None
         self.registers: Any = None
         self.warps = [Warp(self, i, min(WARP, launch.threads - WARP * i)) for i in range(launch.warps)]
-        cluster.actor_names += [w.name for w in self.warps]
+        cluster.add_warps(self.warps)
+        self.exit_clock: Clock | None = None
+        """What all threads that have exited knew."""
+        self.invalid: dict[int, int] = {}
+        """Address of an invalidated mbarrier to the PTX line of the mbarrier.inval."""
         self.live = len(self.warps)
         self.pending = 0
         for warp in self.warps:
@@ -368,13 +539,22 @@ class Cta:
 
     # ------------------------------------------------------------------------------------------------------------- actors
 
-    def actor(self, key: Any, name: str) -> int:
-        """The actor number of a named asynchronous engine of this CTA, made on first use."""
-        return self.cluster.actor((self.rank, key), name)
+    def actor(self, key: Any, name: str, generic: bool = False) -> int:
+        """The actor number of a named asynchronous engine of this CTA, made on first use. generic: it works through the generic proxy."""
+        return self.cluster.actor((self.rank, key), name, generic)
 
     def async_slot(self, warp: Warp, name: str) -> tuple[int, int]:
         """(actor, clock) for one asynchronous operation."""
         return self.cluster.async_slot(warp, name)
+
+    def left(self, clock: Clock, also: Clock | None) -> None:
+        """Threads exit with this clock."""
+        if self.exit_clock is None:
+            self.exit_clock = clock
+        else:
+            self.exit_clock.join(clock)
+        if also is not None:
+            self.exit_clock.join(also)
 
     # ------------------------------------------------------------------------------------------------------------- hazards
 
@@ -390,15 +570,27 @@ class Cta:
         else:
             what = "CTA" if self.cluster.size == 1 else "cluster"
             name = f"{what} {cluster} " + (f"warp {actor}" if actor < self.cluster.size * self.launch.warps else "asynchronous operation")
-        return Access(line, name, (epoch >> hz.LANE_SHIFT) & 31)
+        return Access(line, name, (epoch >> hz.LANE_SHIFT) & 31, self.launch.code.sources.get(line, ""))
 
     def report(
-        self, kind: str, message: str, code: Code, warp: Warp | int, lane: int = 0, address: int = 0, other: Access | None = None
+        self,
+        kind: str,
+        message: str,
+        code: Code,
+        warp: Warp | int,
+        lane: int = 0,
+        address: int = 0,
+        other: Access | None = None,
+        *,
+        place: str = "",
+        missing: str = "",
     ) -> None:
+        """Add a finding. place: the address in words; missing: what would have ordered or allowed the access."""
         if not self.check and kind not in ("deadlock", "barrier"):
             return
         index = warp if isinstance(warp, int) else warp.index
-        self.launch.reporter.add(Hazard(kind, message, code.line, index, int(lane), int(address), other))
+        source = self.launch.code.sources.get(code.line, "")
+        self.launch.reporter.add(Hazard(kind, message, code.line, index, int(lane), int(address), other, place, missing, source))
 
     # --------------------------------------------------------------------------------------------------------- named barriers
 
@@ -482,7 +674,7 @@ class Cta:
             self.launch.observer.barrier_complete(self, self.barriers.index(bar))
         for warp, group, action in waiting:
             if clock is not None:
-                warp.clock.join(clock)
+                group.track.clock.join(clock)
             if callable(action):
                 action(warp, votes)
             warp.wake(group)
@@ -520,8 +712,12 @@ class Run:
         cluster: tuple[int, int, int] = (1, 1, 1),
         observer: Observer | None = None,
         profile: Profile | None = None,
+        schedule: Schedule | None = None,
+        regions: Regions | None = None,
     ) -> None:
         self.code = code
+        self.schedule = Schedule() if schedule is None else schedule
+        self.regions = Regions() if regions is None else regions
         self.profile = profile
         self.observer = observer
         self.grid = grid
@@ -547,6 +743,8 @@ class Run:
         self.instructions = 0
         self.barriers = 0
         self.progress_count = 0
+        self.idle = 0
+        """Warp instructions since something last made progress."""
         self.ready: list[Warp] = []
         self.pending: list[Pending] = []
         self.resident: dict[int, Cta] = {}
@@ -555,10 +753,11 @@ class Run:
         self.total_clusters = self.total // self.cluster_size
         self.next_cluster = 0
         self.global_shadow = hz.GlobalShadow()
-        self.global_sync: dict[int, dict[int, Any]] = {}
+        self.global_sync: dict[int, dict[tuple[int, int, int], Clock]] = {}
+        """Global address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.stopped = False
         # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
-        self.eagerness = self.random.choice((0.0, 0.02, 0.1, 0.4))
+        self.eagerness = self.schedule.eagerness(self.random.choice((0.0, 0.02, 0.1, 0.4)))
         self.quantum = self.random.choice((8, 32, 128))
         self.residency = min(self.total_clusters, self.random.choice((1, 2, 4)))
         registers = 4 * self.warps * sum(bits * count for bits, count in code.counts.items())
@@ -573,9 +772,9 @@ class Run:
             warp.ready = True
             self.ready.append(warp)
 
-    def defer(self, cta: Cta, complete: Callable[[], None]) -> Pending:
-        """Queue an asynchronous effect; the scheduler chooses when it happens."""
-        pending = Pending(cta, complete)
+    def defer(self, cta: Cta, complete: Callable[[], None], reports: tuple[MBarrier, ...] = ()) -> Pending:
+        """Queue an asynchronous effect; the scheduler chooses when it happens. reports: mbarriers that it signals."""
+        pending = Pending(cta, complete, reports)
         if self.observer is not None:
             pending.complete = landing(self.observer, pending)
             self.observer.deferred(pending)
@@ -647,9 +846,12 @@ class Run:
                 return
             if self.pending and rng.random() < self.eagerness:
                 self._complete_one()
-            place = rng.randrange(len(ready)) if len(ready) > 1 else 0
+            place = self.schedule.pick(self)
             warp = ready[place]
-            self.instructions += warp.run(rng.randrange(1, 2 * self.quantum))
+            before = self.progress_count
+            ran = warp.run(self.schedule.quantum(self, warp))
+            self.instructions += ran
+            self.idle = self.idle + ran if before == self.progress_count else 0
             if warp.done:
                 self._remove(place)
                 self._warp_done(warp)
@@ -741,6 +943,7 @@ class Run:
         return False
 
     def _deadlock(self) -> None:
+        """Report that nobody can go on: who waits, for what, and who would have to come."""
         parts = []
         first: tuple[Warp, Any] | None = None
         for warp, group in self._groups():
@@ -748,14 +951,10 @@ class Run:
             kind, what, code = (*group.blocked, None, None)[:3]
             line = self.code.lines[min(group.pc, len(self.code.lines) - 1)]
             if kind == "bar":
-                bar = warp.cta.barriers[what]
                 line = code.line
-                text = f"barrier {what} ({bar.arrived} of {bar.count} threads have arrived)"
+                text = _describe_barrier(warp.cta, what)
             elif kind == "mbarrier":
-                text = (
-                    f"mbarrier shared{what.address - SHARED_START:+#x} (phase {what.phase}, parity {what.phase & 1}, "
-                    f"{what.pending} of {what.expected} arrivals pending, {what.tx} transaction bytes outstanding)"
-                )
+                text = _describe_mbarrier(what)
             else:
                 text = str(what)
             if first is None:
@@ -769,4 +968,50 @@ class Run:
             raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
         if len(parts) > NAMED_WAITERS:
             parts[NAMED_WAITERS:] = [f"and {len(parts) - NAMED_WAITERS} more wait"]
-        self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), first[1], first[0].index, 0, 0))
+        warp, line = first
+        source = self.code.sources.get(line, "")
+        self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), line, warp.index, 0, 0, None, "", "", source))
+
+
+def warp_ranges(indices: list[int]) -> str:
+    """Warp numbers in words: warp 3, warps 4-7, warps 0, 4-7."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"warp{'s' if len(indices) > 1 else ''} {words}"
+
+
+def _describe_barrier(cta: Cta, number: int) -> str:
+    bar = cta.barriers[number]
+    text = f"barrier {number} ({bar.arrived} of {bar.count} threads have arrived)"
+    arrived = {index for _, _, index in bar.arrivals}
+    left = [w.index for w in cta.warps if w.done and w.index not in arrived]
+    away = [w.index for w in cta.warps if not w.done and w.index not in arrived]
+    if away:
+        text += f", which {warp_ranges(away)} never reached"
+    if left:
+        text += f", and {warp_ranges(left)} exited without"
+    return text
+
+
+def _describe_mbarrier(barrier: MBarrier) -> str:
+    needs = []
+    if barrier.pending:
+        needs.append(f"{barrier.pending} more arrival{'s' if barrier.pending > 1 else ''}")
+    if barrier.tx:
+        needs.append(f"{barrier.tx:,} bytes")
+    last = f"last arrived: {barrier.last[0]} at PTX line {barrier.last[1]}" if barrier.last else "nobody has arrived yet"
+    return (
+        f"mbarrier {barrier.place} (phase {barrier.phase}, parity {barrier.phase & 1}, {barrier.pending} of {barrier.expected} arrivals "
+        f"pending, {barrier.tx} transaction bytes outstanding; phase {barrier.phase} needs {' and '.join(needs) or 'nothing'}; {last})"
+    )
+
+
+__all__ = [
+    "ALL", "ALL_BYTES", "BLOCK", "EXIT", "FULL_BITS", "LANES", "MBARRIER_LIMIT", "NONE_BYTES", "PAUSE", "RETRY", "SPLIT", "WARP", "YIELD",
+    "Cta", "Group", "MBarrier", "Pending", "Run", "Track", "Warp", "bits_of", "mask_of", "warp_ranges",
+]  # fmt: skip

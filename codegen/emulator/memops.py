@@ -26,7 +26,7 @@ from .access import (
 )
 from .alu import Steps, kind_of, storage
 from .cluster import owner_of, same_offset
-from .control import nothing
+from .control import nothing, scope_of
 from .decode import KINDS, Assembler, instruction, kind_bytes
 from .machine import LANES, Cta, Warp
 from .ptx import Address, Immediate, Instruction, Operand, Register, Sink, Symbol, Vector
@@ -38,7 +38,6 @@ _SPACES = {
     "param::entry": "param", "param::func": "param", "const": "global",
 }  # fmt: skip
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
-_SCOPES = ("cta", "cluster", "gpu", "sys", "gl")
 _SEMANTICS = ("weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc")
 
 
@@ -108,6 +107,7 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     code = asm.code
     semantics = semantics_of(words, "weak")
     strong = semantics != "weak"
+    scope = scope_of(words)
 
     if count == 1 and targets[0][0] >= 0 and targets[0][1] is None and not strong:
         ((single, _),) = targets
@@ -130,7 +130,7 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         address = read(r)
         values = load(w, code, space, address, LANES, size, count, strong)
         if strong:
-            _after_strong_read(w, space, address, semantics == "acquire")
+            _after_strong_read(w, space, address, semantics == "acquire", scope)
         put(r, slice(None), values)
 
     def masked(w: Warp, r: list[Any]) -> None:
@@ -138,7 +138,7 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         address = read(r)[lanes]
         values = load(w, code, space, address, lanes, size, count, strong)
         if strong:
-            _after_strong_read(w, space, address, semantics == "acquire")
+            _after_strong_read(w, space, address, semantics == "acquire", scope)
         put(r, lanes, values)
 
     return full, masked
@@ -156,29 +156,32 @@ def _located(space: str, address: Array) -> list[tuple[str, int]]:
     return result
 
 
-def _after_strong_read(w: Warp, space: str, address: Array, acquire: bool) -> None:
+def _after_strong_read(w: Warp, space: str, address: Array, acquire: bool, scope: int) -> None:
     if not w.cta.check:
         return
     for found, at in _located(space, address):
-        clock = observe(w, found, at)
-        if clock is None:
-            continue
-        if acquire:
-            w.clock.join(clock)
-        elif w.acquired is None:
-            w.acquired = clock.copy()
-        else:
-            w.acquired.join(clock)
+        for distance, clock in observe(w, found, at, scope):
+            if acquire:
+                w.clock.join(clock)
+                continue
+            known = w.acquired[distance]
+            if known is None:
+                w.acquired[distance] = clock.copy()
+            else:
+                known.join(clock)
 
 
-def _before_strong_write(w: Warp, space: str, address: Array, release: bool) -> None:
+def _before_strong_write(w: Warp, space: str, address: Array, release: bool, scope: int) -> None:
+    """Publish at the address what a release, or else the fences before, have ordered; a weaker scope reaches less far."""
     if not w.cta.check:
         return
-    clock = w.snapshot() if release else w.fence_clock
-    if clock is None:
-        return
-    for found, at in _located(space, address):
-        publish(w, found, at, clock)
+    if release:
+        clocks = [(scope, w.snapshot())]
+    else:
+        clocks = [(level, clock) for level, clock in enumerate(w.fence_clocks[: scope + 1]) if clock is not None]
+    if clocks:
+        for found, at in _located(space, address):
+            publish(w, found, at, clocks)
 
 
 @instruction("st")
@@ -203,6 +206,7 @@ def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     semantics = semantics_of(words, "weak")
     strong = semantics != "weak"
     release = semantics == "release"
+    scope = scope_of(words)
 
     if not strong:
 
@@ -218,7 +222,7 @@ def _st(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def masked(w: Warp, r: list[Any]) -> None:
         lanes = np.flatnonzero(w.mask)
         address = read(r)[lanes]
-        _before_strong_write(w, space, address, release)
+        _before_strong_write(w, space, address, release, scope)
         store(w, code, space, address, lanes, size, [r[s][lanes] for s in sources], True)
 
     return masked, masked
@@ -294,6 +298,7 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     if function is None and operation != "cas":
         raise asm.error(f"{ins.opcode} is not supported")
     semantics = semantics_of(words, "relaxed")
+    scope = scope_of(words)
     acquire, release = semantics in ("acquire", "acq_rel"), semantics in ("release", "acq_rel")
     dtype, raw = KINDS[view], KINDS[word]
     code = asm.code
@@ -335,11 +340,8 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         address = read(r)[lanes]
         cta = w.cta
         if cta.check:
-            if acquire:
-                _after_strong_read(w, space, address, True)
-            else:
-                _after_strong_read(w, space, address, False)
-            _before_strong_write(w, space, address, release)
+            _after_strong_read(w, space, address, acquire, scope)
+            _before_strong_write(w, space, address, release, scope)
         old = np.zeros(32, raw)
         parts = split_generic(address) if space == "generic" else [(space, None)]
         for found, places in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,15 @@ from . import alu, asynchronous, cluster_control, control, memops, registers, tc
 from .asynchronous import TENSOR_MAP_MAGIC
 from .cluster import MAX_CLUSTER
 from .decode import Assembler, DecodedEntry
+from .explore import Exploration, ExploringRun, explore
 from .hazards import Hazard
 from .machine import Run
 from .memory import MODULE_BASE, PARAM_WINDOW, SHARED_START, Mapping, Memory, TensorMap, Uninitialized
 from .observe import Observer, watched
 from .profile import Profile
 from .ptx import TYPE_BYTES, Entry, Module, PtxError, Variable, parse
+from .regions import RegionMap, Regions, add_regions
+from .schedule import Schedule
 
 Array = NDArray[Any]
 
@@ -150,6 +154,20 @@ class Program:
             decoded = self._decoded[name] = DecodedEntry(Assembler(self.module, entry, addresses, shared, local))
         return decoded
 
+    def _regions(self, kernel: Entry, described: RegionMap, smem: int) -> Regions:
+        """Names of shared memory: the caller's regions, which start where dynamic shared memory does, and the entry's own variables."""
+        addresses, static, _ = self._layout(kernel)
+        result = Regions()
+        add_regions(result, described, SHARED_START + static, smem)
+        for name, variable in [*self.module.variables.items(), *kernel.variables.items()]:
+            if variable.space == "shared" and variable.size:
+                space, address = addresses[name]
+                element = TYPE_BYTES[variable.type]
+                shape = (variable.size // element,) if element > 1 and variable.size > element else ()
+                if space == "shared":
+                    result.add(name, address, variable.size, shape)
+        return result
+
     # -------------------------------------------------------------------------------------------------------------- launch
 
     def launch(
@@ -168,16 +186,94 @@ class Program:
         cluster: Sequence[int] | None = None,
         observer: Observer | None = None,
         profile: bool = False,
+        schedule: str = "random",
+        regions: RegionMap | None = None,
     ) -> LaunchResult:
         """Run one entry on `args` (arrays, numpy scalars, bytes, TensorMap, Uninitialized) and return what the checks found.
 
         grid and block count CTAs and threads, smem is dynamic shared memory in bytes, budget bounds the warp instructions, tensor_cores is
         the accumulation model of matrix instructions, "exact" or "truncating" (tensor_core.py), cluster the CTAs of a cluster along each
         axis (the entry's .reqnctapercluster, or one CTA, when left out), observer is told what happens, profile counts
-        shared-memory wavefronts and bytes by engine. Arrays are written in place.
-        LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed (its `hazards`
-        hold what was found before).
+        shared-memory wavefronts and bytes by engine, schedule is the policy that chooses the next warp (schedule.py), regions names parts
+        of dynamic shared memory in messages: name to (offset, bytes) or (offset, bytes, shape). Arrays are written in place.
+        LaunchError for a launch that cannot be made, PtxError for an instruction that cannot be executed (its
+        `hazards` hold what was found before).
         """
+        options = self._options(entry, grid, block, smem, args, memory, tensor_cores, cluster, schedule, regions)
+        if observer is not None:
+            options["code"] = watched(options["code"], observer)
+        run = Run(
+            **options, seed=seed, check=check, budget=budget, progress=progress, observer=observer, profile=Profile() if profile else None
+        )
+        try:
+            with np.errstate(all="ignore"):
+                run.run()
+        except PtxError as error:
+            error.hazards = run.reporter.hazards()
+            raise
+        return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers, run.profile)
+
+    def explore(
+        self,
+        entry: str,
+        grid: Sequence[int] = (1, 1, 1),
+        block: Sequence[int] = (128, 1, 1),
+        smem: int = 0,
+        args: Sequence[Any] = (),
+        limit: int = 1000,
+        budget: int = DEFAULT_BUDGET,
+        cluster: Sequence[int] | None = None,
+        regions: RegionMap | None = None,
+        poisoned: Sequence[Array] = (),
+        progress: Callable[[int], None] | None = None,
+    ) -> Exploration:
+        """Execute a launch of one CTA, or one cluster, in every order of its synchronisation events that can make a difference.
+
+        At most `limit` orders are executed; the result says whether that was all. The arguments are those of `launch`; poisoned: arrays
+        that nobody has written yet, beside those given as Uninitialized. Afterwards the arrays hold the outputs of the last order.
+        LaunchError and PtxError as there, and LaunchError for more than one CTA or cluster.
+        """
+        if limit < 1:
+            raise LaunchError(f"a limit of {limit} interleavings is below 1")
+        arrays = {id(a): (a, a.copy()) for a in map(_array_of, args) if a is not None}
+
+        def make(states: list[Any]) -> tuple[ExploringRun, Callable[[], bytes]]:
+            for array, before in arrays.values():
+                if array.flags.writeable:
+                    array[...] = before
+            memory = Memory()
+            for array in poisoned:
+                memory.poison(array)
+            options = self._options(entry, grid, block, smem, args, memory, "exact", cluster, "random", regions)
+            run = ExploringRun(**options, plan=states, seed=0, check=True, budget=budget, progress=progress)
+            if run.total_clusters != 1:
+                raise LaunchError(f"exploration is for one CTA or one cluster, not a grid of {run.total} CTAs")
+
+            def digest() -> bytes:
+                state = hashlib.sha256()
+                for array, _ in arrays.values():
+                    state.update(array.tobytes())
+                return state.digest()
+
+            return run, digest
+
+        with np.errstate(all="ignore"):
+            return explore(make, limit)
+
+    def _options(
+        self,
+        entry: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        smem: int,
+        args: Sequence[Any],
+        memory: Memory | None,
+        tensor_cores: str,
+        cluster: Sequence[int] | None,
+        schedule: str,
+        regions: RegionMap | None,
+    ) -> dict[str, Any]:
+        """What a Run needs, checked."""
         kernel = self.entries.get(entry)
         if kernel is None:
             raise LaunchError(f"no entry {entry!r}: the module has {', '.join(self.entries) or 'none'}")
@@ -200,23 +296,26 @@ class Program:
         _, static, _ = self._layout(kernel)
         if smem < 0 or static + smem > MAX_SHARED_BYTES:
             raise LaunchError(f"{static} bytes of static and {smem} of dynamic shared memory are not in 0..{MAX_SHARED_BYTES}")
+        try:
+            policy = Schedule(schedule)
+            names = self._regions(kernel, regions or {}, smem)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
         memory = Memory() if memory is None else memory
         for mapping in self._module_mappings:
             memory._add(mapping)
         params, maps = _pack_arguments(kernel, args, memory)
-        run = Run(
-            code=decoded if observer is None else watched(decoded, observer), observer=observer,
-            grid=grid3, block=block3, shared_bytes=static + smem, dynamic_bytes=smem, params=params, tensor_maps=maps,
-            memory=memory, seed=seed, check=check, budget=budget, progress=progress, tensor_cores=tensor_cores,
-            cluster=cluster3, profile=Profile() if profile else None,
-        )  # fmt: skip
-        try:
-            with np.errstate(all="ignore"):
-                run.run()
-        except PtxError as error:
-            error.hazards = run.reporter.hazards()
-            raise
-        return LaunchResult(run.reporter.hazards(), run.instructions, run.barriers, run.profile)
+        return {
+            "code": decoded, "grid": grid3, "block": block3, "shared_bytes": static + smem, "dynamic_bytes": smem, "params": params,
+            "tensor_maps": maps, "memory": memory, "tensor_cores": tensor_cores, "cluster": cluster3, "schedule": policy, "regions": names,
+        }  # fmt: skip
+
+
+def _array_of(value: Any) -> Array | None:
+    """The array behind an argument."""
+    if isinstance(value, TensorMap | Uninitialized):
+        return value.array
+    return value if isinstance(value, np.ndarray) and value.ndim else None
 
 
 def _cluster(kernel: Entry, grid: tuple[int, int, int], cluster: Sequence[int] | None) -> tuple[int, int, int]:

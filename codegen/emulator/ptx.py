@@ -117,6 +117,8 @@ class Instruction:
     """Index of the instruction that a branch goes to."""
     label: str = ""
     targets: tuple[int, ...] = ()
+    source: str = ""
+    """file:line that a .loc directive says, file without its folders."""
 
 
 @dataclass
@@ -234,6 +236,10 @@ class _Parser:
         self.scope = _Scope(None)
         self.branches: list[tuple[Instruction, _Scope]] = []
         self.unique = 0
+        self.files: dict[str, str] = {}
+        self.source: tuple[str, str] | None = None
+        """(file number, line) of the last .loc."""
+        self.located: list[tuple[Instruction, tuple[str, str]]] = []
 
     # ------------------------------------------------------------------------------------------------------- token access
 
@@ -327,7 +333,9 @@ class _Parser:
                     self.module.variables[variable.name] = variable
             elif token == ".section":
                 self._skip_section()
-            elif token in (".file", ".loc"):
+            elif token == ".file":
+                self._file(line)
+            elif token == ".loc":
                 self._skip_line(line)
             elif token in (".pragma", ".alias"):
                 self.skip_statement()
@@ -338,6 +346,10 @@ class _Parser:
             linkage = set()
         if not self.module.version:
             raise PtxError("no .version directive: this is not PTX")
+        # The table of files comes last in what compilers write.
+        for instruction, (file, number) in self.located:
+            if file in self.files:
+                instruction.source = f"{self.files[file]}:{number}"
         return self.module
 
     def _skip_section(self) -> None:
@@ -347,6 +359,25 @@ class _Parser:
         while depth:
             token = self.next()
             depth += (token == "{") - (token == "}")
+
+    def _file(self, line: int) -> None:
+        """.file N "path": only the name is kept."""
+        start = self.position
+        self._skip_line(line)
+        tokens = self.tokens[start : self.position]
+        if len(tokens) >= 2 and tokens[0].isdigit() and tokens[1][:1] == '"':
+            self.files[tokens[0]] = tokens[1].strip('"').replace("\\", "/").rsplit("/", 1)[-1]
+
+    def _loc(self, line: int) -> None:
+        """.loc file line column: where the instructions that follow come from."""
+        start = self.position
+        self._skip_line(line)
+        tokens = self.tokens[start : self.position]
+        self.source = (tokens[0], tokens[1]) if len(tokens) >= 2 and tokens[0].isdigit() and tokens[1].isdigit() else None
+
+    def _locate(self, instruction: Instruction) -> None:
+        if self.source is not None:
+            self.located.append((instruction, self.source))
 
     def _skip_line(self, line: int) -> None:
         while self.position < len(self.tokens) and self.lines[self.position] == line:
@@ -548,8 +579,10 @@ class _Parser:
                 self._registers(line)
             elif token in (".shared", ".local", ".global", ".const", ".param"):
                 self._local_variables(token, line)
-            elif token == ".loc" or token == ".file":
-                self._skip_line(line)
+            elif token == ".loc":
+                self._loc(line)
+            elif token == ".file":
+                self._file(line)
             elif token == ".pragma":
                 self.skip_statement()
             elif token in (".branchtargets", ".calltargets", ".callprototype"):
@@ -672,6 +705,7 @@ class _Parser:
             self.expect(";")
             self.branches.append((instruction, self.scope))
             entry.instructions.append(instruction)
+            self._locate(instruction)
             return
         if base == "call":
             raise PtxError("call of a .func is not supported: inline the function", line)
@@ -683,7 +717,9 @@ class _Parser:
                     continue
                 self.expect(";")
                 break
-        entry.instructions.append(Instruction(line, token, tuple(operands), guard, negated))
+        instruction = Instruction(line, token, tuple(operands), guard, negated)
+        entry.instructions.append(instruction)
+        self._locate(instruction)
 
     def _operand(self) -> Operand:
         operand = self._simple_operand()

@@ -8,7 +8,7 @@ found by the clock of the issuing warp: each accumulator of a thread is an actor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -20,9 +20,9 @@ from . import access
 from . import hazards as hz
 from .access import check_shared
 from .alu import Steps
-from .asynchronous import mbarrier_at, shared_reader
+from .asynchronous import check_visible, mbarrier_at, shared_reader
 from .cluster import same_offset
-from .decode import Assembler, Code, instruction
+from .decode import EXIT_HOOKS, Assembler, Code, instruction
 from .layouts import (
     TMEM_COLUMNS,
     TMEM_LANES,
@@ -37,8 +37,9 @@ from .layouts import (
 from .machine import Cta, MBarrier, Pending, Warp
 from .memory import POISON16, SHARED_START
 from .ptx import Address, Immediate, Instruction, Operand, Vector
+from .tensor import check_tile
 from .tensor_core import multiply_accumulate, widen
-from .tmem import TensorMemory, tensor_memory
+from .tmem import TensorMemory, settle_tmem, tensor_limits, tensor_memory
 
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
@@ -77,9 +78,10 @@ def _granules(descriptor: MatrixDescriptor, rows: int, depth: int, major: str, s
 class SharedOperand:
     """A 16-bit matrix in shared memory that a descriptor describes: rows x depth (M or N x K)."""
 
-    __slots__ = ("base", "depth", "descriptor", "high", "low", "major", "rows")
+    __slots__ = ("base", "depth", "descriptor", "full", "high", "low", "major", "rows")
 
     def __init__(self, descriptor: MatrixDescriptor, rows: int, depth: int, major: str) -> None:
+        self.full = descriptor
         self.base = descriptor.start & ~1023
         self.descriptor = descriptor.advanced(-self.base)
         self.rows, self.depth, self.major = rows, depth, major
@@ -104,7 +106,8 @@ class SharedOperand:
             shadow = cta.shadow
             assert shadow is not None
             granules = _granules(self.descriptor, self.rows, self.depth, self.major, shadow.shift) + (self.base >> shadow.shift)
-            check_shared(w, code, granules, epoch, False, reader=reader, who=who)
+            last = check_shared(w, code, granules, epoch, False, reader=reader, who=who, proxy=True)
+            check_tile(w, code, self.full, granules, last, shadow.shift, who)
         return True
 
     def read(self, cta: Cta) -> NDArray[np.uint16]:
@@ -156,10 +159,12 @@ def check_block(
     reads: bool = False,
     reader: int = -1,
     mask: Array | None = None,
+    own: Iterable[int] = (),
 ) -> bool:
     """Bounds, allocation, initialisation and race checks of a block, then record the access; whether the block exists.
 
-    reads: the old contents matter too; mask: [quarters, lanes, 1] of the lanes that are touched, None for all.
+    own: actors whose operations need no tcgen05 fence; reads: the old contents matter too; mask: [quarters, lanes, 1] of the lanes that
+    are touched, None for all.
     """
     cta = w.cta
     verb = "write" if write else "read"
@@ -191,34 +196,19 @@ def check_block(
         )
     shadow = memory.shadow
     assert shadow is not None
-    limits = w.clock.limits
+    limits = tensor_limits(w, own)
     last = block.of(shadow.write)
-    bad = last > limits[last & hz.ACTOR_MASK]
-    before = last
+    parts = [(last > limits[last & hz.ACTOR_MASK], last)]
     if write:
         seen = block.of(shadow.read)
         late = seen > limits[shadow.column_actors]
-        if mask is not None:
-            late &= mask[..., None]
         if late.any():
-            worst = np.take_along_axis(seen, late.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-            before = np.where(bad, last, worst)
-            bad = bad | late.any(axis=-1)
-    if mask is not None:
-        bad = bad & mask
-    if bad.any():
-        place = int(bad.argmax())
-        cell = block.cell(place)
-        other = cta.access_of(int(before.flat[place]))
-        cta.report(
-            "race",
-            access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who),
-            code,
-            w,
-            lane,
-            (cell >> 9) << 16 | cell & 511,
-            other,
-        )
+            parts += [(late[..., c], seen[..., c]) for c in np.flatnonzero(late.reshape(-1, late.shape[-1]).any(axis=0)).tolist()]
+    for flags, before in parts:
+        bad = flags if mask is None else flags & mask
+        if bad.any():
+            cells = block.of(np.arange(TMEM_LANES * TMEM_COLUMNS)).reshape(-1)
+            settle_tmem(w, code, cells, bad, before, epoch, verb, who)
     if not write or reads:
         never = last == 0
         if mask is not None:
@@ -267,11 +257,21 @@ class Issuer:
         self.reader = cta.actor(("mma operands", w.index, lane), f"the MMA of {w.name}")
         self.copier = cta.actor(("tcgen05.cp", w.index, lane), f"tcgen05.cp of {w.name}")
         self.accumulators: dict[Any, int] = {}
+        self.code: Code | None = None
+        self.used = 0
+        """Number of the commit that the latest operation completes with."""
         self.time = 1
         """Number of the next commit: everything issued until then completes with it."""
         self.outstanding: list[Operation] = []
         self.last: dict[Any, Operation] = {}
         """Latest operation on each accumulator, and the latest copy (None)."""
+
+    def actors(self) -> list[int]:
+        return [self.reader, self.copier, *self.accumulators.values()]
+
+    def own(self) -> list[int]:
+        """Actors whose operations the thread's next is ordered with without a tcgen05 fence: its own and its warp's loads and stores."""
+        return self.actors() if self.w.tmem_ops is None else self.actors() + list(self.w.tmem_ops.own)
 
     def accumulator(self, key: Any) -> int:
         found = self.accumulators.get(key)
@@ -309,7 +309,7 @@ class Issuer:
         time = self.time
         self.time += 1
         self.outstanding = waits_for.copy()
-        return waits_for, [self.reader, self.copier, *self.accumulators.values()], time
+        return waits_for, self.actors(), time
 
 
 def issuer(w: Warp, lane: int) -> Issuer:
@@ -435,14 +435,17 @@ class _Mma:
             a_height, a_low = _lanes(descriptor, ws, a_address >> 16, "A operand")
             a_block = Block(a_address & 0xFFFF, K // 2, a_low, a_low + a_height)
             with _ordered_after(w, thread.copier):
-                good &= check_block(w, code, a_block, epoch, who, write=False, reader=thread.reader)
+                good &= check_block(w, code, a_block, epoch, who, write=False, reader=thread.reader, own=thread.own())
         else:
             a_operand = SharedOperand(decode_tcgen05_descriptor(int(r[self.a[0]][lane])), descriptor.m, K, descriptor.a_major)
             good &= a_operand.check(w, code, epoch, thread.reader, who)
         b_operand = SharedOperand(decode_tcgen05_descriptor(int(r[self.b][lane])), descriptor.n, K, descriptor.b_major)
         good &= b_operand.check(w, code, epoch, thread.reader, who)
         with _ordered_after(w, chain, thread.copier):
-            good &= check_block(w, code, d_block, thread.epoch(chain, code), who, write=True, reads=enable, mask=write_mask)
+            good &= check_block(
+                w, code, d_block, thread.epoch(chain, code), who, write=True, reads=enable, mask=write_mask, own=thread.own()
+            )
+        thread.code, thread.used = code, thread.time
         if not good:
             return
         mode = cta.launch.tensor_cores
@@ -569,7 +572,8 @@ def _cp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if (profile := cta.launch.profile) is not None:
                 profile.move("tcgen05 copy", rows * 16 * chunks)
             good = operand.check(w, code, thread.epoch(thread.reader, code), thread.reader, who)
-            good &= check_block(w, code, block, thread.epoch(thread.copier, code), who, write=True)
+            good &= check_block(w, code, block, thread.epoch(thread.copier, code), who, write=True, own=thread.own())
+            thread.code, thread.used = code, thread.time
             if not good:
                 continue
 
@@ -582,6 +586,28 @@ def _cp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     return step, step
 
 
+def _check_exit(cta: Cta, warp: Warp) -> None:
+    """MMAs and copies that no thread of the CTA knows to be complete when it exits."""
+    clock = cta.exit_clock
+    if not cta.check or cta.tmem is None or clock is None:
+        return
+    for thread in cta.tmem.issuers.values():
+        known = int(clock.limits[thread.reader]) >> hz.CLOCK_SHIFT if thread.reader < len(clock.limits) else 0
+        if thread.code is not None and known < thread.used:
+            cta.report(
+                "async_exit",
+                f"{thread.code.opcode} of {thread.w.name} (PTX line {thread.code.line}) may still be in flight when the CTA exits: "
+                "no commit whose mbarrier has been waited for covers it",
+                thread.code,
+                thread.w,
+                thread.lane,
+                missing="tcgen05.commit after it, and a wait for its mbarrier before the exit",
+            )
+
+
+EXIT_HOOKS.append(_check_exit)
+
+
 # ----------------------------------------------------------------------------------------------------------------------- commit
 
 
@@ -590,6 +616,7 @@ def arrive_asynchronously(cta: Cta, barrier: MBarrier, code: Code, w: Warp, lane
     if (observer := cta.launch.observer) is not None:
         observer.mbarrier_arrive(w, barrier, 1, True)
     barrier.join(clock)
+    barrier.last = (f"tcgen05.commit of {w.name}", code.line)
     if barrier.pending == 0:
         cta.report(
             "mbarrier",
@@ -639,7 +666,11 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if cta.check:
                 clock = w.snapshot()
                 for actor in actors:
+                    # A commit includes tcgen05.fence::before_thread_sync.
                     clock.limits[actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+                    clock.table[hz.TENSOR, actor] = clock.limits[actor]
+                for barrier in barriers:
+                    check_visible(w, code, barrier, lane)
 
             def complete(
                 barriers: list[MBarrier] = barriers,
@@ -656,7 +687,7 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 for barrier in barriers:
                     arrive_asynchronously(cta, barrier, code, w, lane, clock)
 
-            launch.defer(cta, complete)
+            launch.defer(cta, complete, tuple(barriers))
 
     return step, step
 

@@ -18,7 +18,8 @@ from .access import _shared, check_shared
 from .alu import Steps
 from .asynchronous import shared_reader
 from .control import aligned
-from .decode import Assembler, Code, instruction, uniform
+from .decode import ACCESS_HOOKS, EXIT_HOOKS, Assembler, Code, instruction, uniform
+from .hazards import Access
 from .layouts import (
     MatrixDescriptor,
     decode_wgmma_descriptor,
@@ -30,7 +31,7 @@ from .layouts import (
     wgmma_a_fragment,
     wgmma_d_fragment,
 )
-from .machine import LANES, Pending, Warp
+from .machine import LANES, Cta, Pending, Warp
 from .memory import POISON32, SHARED_START
 from .ptx import Immediate, Instruction, Operand, PtxError, Register, Vector
 from .tensor_core import multiply_accumulate, widen
@@ -88,11 +89,30 @@ class WgmmaState:
         self.open: list[Callable[[], None]] = []
         self.groups: list[tuple[int, Pending, list[Callable[[], None]]]] = []
         self.accumulators: dict[tuple[int, ...], Accumulator] = {}
+        # For the checks.
+        self.issued: dict[int, tuple[int, int]] = {}
+        """Group number to (actor, clock) of the warp when it last issued into the group."""
+        self.flying = 0
+        """Registers (bit by number) of accumulators and A fragments in flight."""
+        self.fragments: list[tuple[int, int]] = []
+        """(group, registers) of the A fragments in flight."""
+        self.touched = 0
+        """Registers accessed since the last wgmma.fence."""
+        self.fenced = False
+        self.code: Code | None = None
+
+
+def register_bits(rows: Int64) -> int:
+    result = 0
+    for row in rows.tolist():
+        result |= 1 << row
+    return result
 
 
 def wgmma_state(w: Warp) -> WgmmaState:
     if w.wgmma is None:
         w.wgmma = WgmmaState(w.cta.actor(("wgmma", w.index), f"wgmma of {w.name}"))
+        w.cta.cluster.wgmma[w.wgmma.actor] = w.wgmma
     state: WgmmaState = w.wgmma
     return state
 
@@ -113,7 +133,48 @@ def check_operand(
         return
     shadow = cta.shadow
     assert shadow is not None
-    check_shared(w, code, operand_granules(descriptor, mn, k, major, shadow.shift), epoch, False, reader=reader, who=who)
+    granules = operand_granules(descriptor, mn, k, major, shadow.shift)
+    last = check_shared(w, code, granules, epoch, False, reader=reader, who=who, proxy=True)
+    check_tile(w, code, descriptor, granules, last, shadow.shift, who)
+
+
+def check_tile(w: Warp, code: Code, descriptor: MatrixDescriptor, granules: Int64, last: Int64 | None, shift: int, who: str) -> None:
+    """Hold an operand's descriptor against the tensor load that wrote its first and last granule."""
+    tiles = w.cta.cluster.tiles
+    if last is None or not tiles:
+        return
+    for place in (0, -1):
+        tile = tiles.get(int(last[place]))
+        if tile is None:
+            continue
+        start, swizzle, row_bytes, load = tile
+        address = int(granules[place]) << shift
+        pattern = 8 * descriptor.swizzle
+        base = (start & (pattern - 1)) >> 7 if pattern else 0
+        wrong = ""
+        if descriptor.swizzle != swizzle:
+            wrong = f"the descriptor says {descriptor.swizzle or 'no'}-byte swizzle, the tensor map {swizzle or 'no'}"
+        elif swizzle and row_bytes != swizzle:
+            wrong = f"rows of the box are {row_bytes} bytes, not the {swizzle} that its swizzle and the descriptor repeat after"
+        elif descriptor.base_offset != base:
+            wrong = (
+                f"the tile starts {start & (pattern - 1)} bytes into a pattern of {pattern}, "
+                f"the descriptor's base offset is {descriptor.base_offset}, not {base}"
+            )
+        if wrong:
+            where = w.cta.launch.regions.shared(address)
+            w.cta.report(
+                "tensor_map",
+                f"{who} (PTX line {code.line}) reads an operand at {where} that the tensor load of PTX line {load.line} wrote: {wrong}",
+                code,
+                w,
+                0,
+                address,
+                Access(load.line, "the tensor load", 0, w.cta.launch.code.sources.get(load.line, "")),
+                place=where,
+                missing="one layout in the tensor map, the destination's alignment and the matrix descriptor",
+            )
+            return
 
 
 def _operand_fault(w: Warp, code: Code, descriptor: MatrixDescriptor, mn: int, k: int, major: str, who: str) -> bool:
@@ -171,9 +232,12 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         raise asm.error(f"{ins.opcode} takes {expected} operands, not {len(operands)}")
     rows = vector_registers(asm, operands[0], n // 2)
     key = tuple(rows.tolist())
+    d_bits = register_bits(rows)
     if len(set(key)) != len(key):
         raise asm.error(f"{ins.opcode}: an accumulator register is named twice")
     a_rows = vector_registers(asm, operands[1], 4) if from_registers else None
+    a_bits = 0 if a_rows is None else register_bits(a_rows)
+    watch_registers(asm, d_bits | a_bits)
     a_desc = -1 if from_registers else asm.source(operands[1], "u64")
     b_desc = asm.source(operands[2], "u64")
     scale_d = operands[3]
@@ -210,6 +274,7 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if a_descriptor is not None:
                 check_operand(w, code, a_descriptor, 64, 16, a_major, epoch, state.actor, who)
             check_operand(w, code, b_descriptor, n, 16, b_major, epoch, state.actor, who)
+            _check_issue(w, code, state, d_bits, a_bits, key)
         found = state.accumulators.get(key)
         if found is None:
             found = Accumulator(rows, w.B32[rows].view(np.float32))
@@ -240,12 +305,87 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     return aligned(asm, (step, step))
 
 
+def _check_issue(w: Warp, code: Code, state: WgmmaState, d_bits: int, a_bits: int, key: tuple[int, ...]) -> None:
+    """9.7.15.7.1: a wgmma.fence before the first wgmma and after other accesses to its registers; those in flight only accumulate on."""
+    wrong = ""
+    missing = "wgmma.fence.sync.aligned before this wgmma"
+    if not state.fenced:
+        wrong = "no wgmma.fence comes before the first wgmma of the warp"
+    elif state.touched & (d_bits | a_bits):
+        register = ((state.touched & (d_bits | a_bits)) & -(state.touched & (d_bits | a_bits))).bit_length() - 1
+        what = "an accumulator register" if d_bits >> register & 1 else "a register of the A fragment"
+        wrong = f"{what} has been accessed since the last wgmma.fence"
+    elif state.flying & a_bits and any(a.time and register_bits(a.rows) & a_bits for a in state.accumulators.values()):
+        wrong, missing = "its A fragment is an accumulator in flight", "wgmma.wait_group before this wgmma"
+    elif key not in state.accumulators and any(register_bits(a.rows) & d_bits for a in state.accumulators.values()):
+        wrong, missing = "its accumulator overlaps one of another shape in flight", "wgmma.wait_group before this wgmma"
+    if wrong:
+        w.cta.report("wgmma_in_flight", f"{code.opcode} by {w.name} (PTX line {code.line}): {wrong}", code, w, missing=missing)
+        state.fenced = True
+        state.touched = 0
+    state.issued[state.time] = (w.actor, w.track.time)
+    state.flying |= d_bits | a_bits
+    if a_bits:
+        state.fragments.append((state.time, a_bits))
+    state.code = code
+
+
+def watch_registers(asm: Assembler, bits: int) -> None:
+    """Have every access to these 32-bit registers noted (DecodedEntry.watch)."""
+    asm.watched |= bits
+
+
+def note_access(w: Warp, code: Code, bits: int) -> None:
+    """An instruction other than wgmma accesses registers that some wgmma of the entry names."""
+    state: WgmmaState | None = w.wgmma
+    if state is None or not w.cta.check:
+        return
+    state.touched |= bits
+    common = bits & state.flying
+    if not common:
+        return
+    other = state.code
+    assert other is not None
+    accumulates = any(register_bits(a.rows) & common for a in state.accumulators.values())
+    what = "an accumulator register" if accumulates else "a register of an A fragment"
+    w.cta.report(
+        "wgmma_in_flight",
+        f"{code.opcode} by {w.name} (PTX line {code.line}) accesses {what} of a wgmma in flight (last issued at PTX line {other.line})",
+        code,
+        w,
+        other=Access(other.line, f"wgmma of {w.name}", 0, w.cta.launch.code.sources.get(other.line, "")),
+        missing="wgmma.wait_group between the wgmma and this access",
+    )
+
+
+def _check_exit(cta: Cta, warp: Warp) -> None:
+    """wgmma that were never waited for."""
+    if not cta.check:
+        return
+    for w in cta.warps:
+        state: WgmmaState | None = w.wgmma
+        if state is not None and (state.open or state.groups) and state.code is not None:
+            w.cta.report(
+                "async_exit",
+                f"wgmma of {w.name} (PTX line {state.code.line}) may still be in flight when the warp exits: nothing has waited for it",
+                state.code,
+                w,
+                missing="wgmma.commit_group and wgmma.wait_group 0 before the exit",
+            )
+
+
+EXIT_HOOKS.append(_check_exit)
+ACCESS_HOOKS.append(note_access)
+
+
 @instruction("wgmma.fence")
 def _wgmma_fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.15.7.1"""
 
     def step(w: Warp, r: list[Any]) -> None:
-        return None
+        state = wgmma_state(w)
+        state.fenced = True
+        state.touched = 0
 
     return aligned(asm, (step, step))
 
@@ -295,6 +435,13 @@ def _wgmma_wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             w.B32[accumulator.rows] = accumulator.value.view(np.uint32)
         if w.cta.check:
             w.clock.limits[state.actor] = time << hz.CLOCK_SHIFT | hz.CLOCK_FILL
+            state.fragments = [(group, bits) for group, bits in state.fragments if group > time]
+            flying = 0
+            for _, bits in state.fragments:
+                flying |= bits
+            for accumulator in state.accumulators.values():
+                flying |= register_bits(accumulator.rows)
+            state.flying = flying
 
     return aligned(asm, (step, step))
 

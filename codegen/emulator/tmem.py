@@ -7,6 +7,7 @@ is ordered after the load. A store lands by the wait at the latest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from . import access
 from . import hazards as hz
 from .alu import Steps
 from .asynchronous import shared_reader
-from .control import aligned, nothing
+from .control import aligned
 from .decode import DECODE_HOOKS, EXIT_HOOKS, Assembler, Code, DecodedEntry, instruction, uniform
 from .layouts import TMEM_COLUMNS, TMEM_LANES, TMEM_SHAPES, tmem_map, tmem_registers
 from .machine import RETRY, Cta, Group, Pending, Step, Warp
@@ -36,6 +37,8 @@ class TensorMemory:
         self.allocated = np.zeros(TMEM_COLUMNS, np.bool_)
         self.blocks: dict[int, tuple[int, Code]] = {}
         """First column to (columns, the allocating instruction)."""
+        self.unread: dict[int, int] = {}
+        """First column of a block to where in shared memory its address was written."""
         self.smallest = TMEM_COLUMNS
         self.relinquished = False
         self.waiting: list[tuple[Warp, Group]] = []
@@ -65,6 +68,30 @@ class TmemOps:
         """Per 32-bit register, the load that last filled it."""
         self.store_time = 1
         self.stores: list[Pending] = []
+        self.own = (self.load_actor, self.store_actor)
+
+
+def tensor_limits(w: Warp, own: Iterable[int]) -> Int64:
+    """Limits of the tcgen05 operations that are ordered with the warp's next: its own, and others' that both fences have ordered."""
+    limits = w.clock.limits
+    after = np.zeros(len(limits), np.int64)
+    if w.tensor_after is not None:
+        size = min(len(after), len(w.tensor_after))
+        after[:size] = w.tensor_after[:size]
+    for actor in own:
+        if actor < len(after):
+            after[actor] = hz.EVER
+    return np.minimum(limits, after)
+
+
+def own_actors(w: Warp) -> list[int]:
+    """Actors of all tcgen05 operations of the warp."""
+    result = [] if w.tmem_ops is None else list(w.tmem_ops.own)
+    if w.cta.tmem is not None:
+        for (index, _), issuer in w.cta.tmem.issuers.items():
+            if index == w.index:
+                result += issuer.actors()
+    return result
 
 
 def tmem_ops(w: Warp) -> TmemOps:
@@ -119,9 +146,10 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 code,
                 w,
             )
-        for first in range(0, TMEM_COLUMNS - columns + 1, 32):
-            if not memory.allocated[first : first + columns].any():
-                break
+        free = [f for f in range(0, TMEM_COLUMNS - columns + 1, 32) if not memory.allocated[f : f + columns].any()]
+        if free:
+            # Where a block lies is nothing to rely on.
+            first = cta.launch.random.choice(free)
         else:
             w.group.blocked = ("tmem", f"{columns} free columns of tensor memory", code)
             memory.waiting.append((w, w.group))
@@ -136,7 +164,15 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             memory.shadow.read.reshape(TMEM_LANES, TMEM_COLUMNS, -1)[:, first : first + columns] = 0
         address = np.asarray(read(r), np.int64)
         lane = int(w.mask.argmax())
+        if cta.check:
+            # The whole warp makes the allocation, before and after what each of its lanes does.
+            w.sync_lanes()
         access.store(w, code, "shared", address[lane : lane + 1], np.array([lane]), 4, [np.array([first], np.uint32)])
+        memory.unread[first] = int(address[lane])
+        if cta.check:
+            w.sync_lanes()
+        if cta.shadow is not None:
+            cta.shadow.read[int(address[lane]) >> cta.shadow.shift] = 0
         cta.launch.progress_count += 1
         return None
 
@@ -173,6 +209,7 @@ def _dealloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         assert block is not None
         if memory.shadow is not None:
             _check_free(w, code, memory, first, block[0])
+            _check_base(w, memory, first, block)
         del memory.blocks[first]
         memory.allocated[first : first + block[0]] = False
         for other, group in memory.waiting:
@@ -182,20 +219,40 @@ def _dealloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     return aligned(asm, (step, step))
 
 
+def _check_base(w: Warp, memory: TensorMemory, first: int, block: tuple[int, Code]) -> None:
+    """Report a block whose address nobody has read from shared memory, although its cells were used."""
+    shadow = w.cta.shadow
+    at = memory.unread.pop(first, None)
+    assert memory.shadow is not None
+    cells = memory.shadow.write.reshape(TMEM_LANES, TMEM_COLUMNS)[:, first : first + block[0]]
+    if shadow is None or at is None or not cells.any() or shadow.read[at >> shadow.shift].any():
+        return
+    place = access.shared_place(w, at)
+    w.cta.report(
+        "tmem_allocation",
+        f"the address of the {block[0]} columns allocated at PTX line {block[1].line} was written to {place} and never read: "
+        "the base of tensor memory is assumed",
+        block[1],
+        w,
+        0,
+        at,
+        place=place,
+        missing=f"a load of the address from {place} after the allocation",
+    )
+
+
 def _check_free(w: Warp, code: Code, memory: TensorMemory, first: int, columns: int) -> None:
-    """Freeing is an access to every cell: whatever used them must have happened before."""
+    """Freeing is an access to every cell: whatever used them must have happened before, and the fences must order it."""
     shadow = memory.shadow
     assert shadow is not None
     index = (np.arange(TMEM_LANES)[:, None] * TMEM_COLUMNS + np.arange(first, first + columns)).reshape(-1)
-    found = shadow.write_conflict(index, w.clock.limits, False)
-    if found is not None:
-        bad, before = found
-        place = int(bad.argmax())
-        other = w.cta.access_of(int(before[place]))
-        cell = int(index[place])
-        w.cta.report(
-            "race", access.race_message(w, code, "deallocation", access.tmem_place(cell), 0, other), code, w, 0, _address(cell), other
-        )
+    # Deallocation is synchronous: after_thread_sync says nothing about it, but what came before has to be fenced where it was done.
+    limits = w.clock.limits
+    ordered = w.clock.table[hz.TENSOR].copy()
+    ordered[[a for a in own_actors(w) if a < len(ordered)]] = hz.EVER
+    parts, _ = shadow.conflicts(index, np.minimum(limits, ordered), True, False)
+    for bad, before, _ in parts:
+        settle_tmem(w, code, index, bad, before, np.int64(0), "deallocation", w.name)
 
 
 @instruction("tcgen05.relinquish_alloc_permit")
@@ -298,17 +355,14 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
     """Race and initialisation checks of cells (lane * 512 + column), then record the access."""
     shadow = tensor_memory(w.cta).shadow
     assert shadow is not None
-    limits = w.clock.limits
+    parts, last = shadow.conflicts(index, tensor_limits(w, tmem_ops(w).own), write, False)
+    for bad, before, _ in parts:
+        settle_tmem(w, code, index.reshape(-1), bad, before, epochs, "write" if write else "read", who)
     if write:
-        found = shadow.write_conflict(index, limits, False)
-        if found is not None:
-            _race(w, code, index, found[0], found[1], epochs, "write", who)
         shadow.write[index] = epochs
         return
-    bad, never, last = shadow.read_conflict(index, limits, False)
-    if bad is not None:
-        _race(w, code, index, bad, last, epochs, "read", who)
-    if never is not None:
+    if not last.all():
+        never = last == 0
         place = int(never.argmax())
         cell = int(index.flat[place])
         lane = int(np.broadcast_to(epochs, index.shape).flat[place]) >> hz.LANE_SHIFT & 31
@@ -324,14 +378,17 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
     shadow.read[index, column_of_reader] = epochs
 
 
-def _race(w: Warp, code: Code, index: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
-    place = int(bad.argmax())
-    cell = int(index.flat[place])
-    lane = int(np.broadcast_to(epochs, index.shape).flat[place]) >> hz.LANE_SHIFT & 31
-    other = w.cta.access_of(int(before.flat[place]))
-    w.cta.report(
-        "race", access.race_message(w, code, verb, access.tmem_place(cell), lane, other, who), code, w, lane, _address(cell), other
-    )
+def settle_tmem(w: Warp, code: Code, cells: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
+    """Report accesses to cells (flat, as `bad` and `before`) that are not ordered, or ordered by a barrier without the tcgen05 fences."""
+    places = np.flatnonzero(bad)
+    seen = before.reshape(-1)[places]
+    happened = w.clock.covers(hz.ORDER, seen)
+    for flags, kind in ((~happened, "race"), (happened, "tcgen05_fence")):
+        if flags.any():
+            place = int(flags.argmax())
+            cell = int(cells[places[place]])
+            lane = int(np.broadcast_to(epochs, bad.shape).flat[places[place]]) >> hz.LANE_SHIFT & 31
+            access.report_conflict(w, code, kind, verb, access.tmem_place(cell), lane, _address(cell), int(seen[place]), who)
 
 
 def _form(asm: Assembler, words: list[str]) -> tuple[str, int, bool]:
@@ -518,5 +575,22 @@ DECODE_HOOKS.append(_complete_loads_on_use)
 
 @instruction("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.16.6.4: orders tcgen05 operations with thread synchronisation, which this model sees through the waits."""
-    return nothing, nothing
+    """9.7.16.6.4: before_thread_sync orders the thread's earlier tcgen05 operations with the synchronisation that follows, and
+    after_thread_sync what synchronisation has brought with its later ones."""
+    asm.operands(0)
+    if ins.opcode.endswith("before_thread_sync"):
+
+        def before(w: Warp, r: list[Any]) -> None:
+            if w.cta.check:
+                table = w.clock.table
+                for actor in own_actors(w):
+                    if actor < table.shape[1]:
+                        table[hz.TENSOR, actor] = table[hz.ORDER, actor]
+
+        return before, before
+
+    def after(w: Warp, r: list[Any]) -> None:
+        if w.cta.check:
+            w.tensor_after = w.clock.table[hz.TENSOR].copy()
+
+    return after, after

@@ -237,8 +237,8 @@ def test_source_of_a_store_may_be_reused_only_after_its_wait():
     again = "@%p1 st.shared.u32 [%r1], 0;"
     for waiting, expected in (
         ("@%p1 cp.async.bulk.wait_group.read 0;", set()),
-        ("@%p1 cp.async.bulk.wait_group.read 1;", {"race"}),
-        ("", {"race"}),
+        ("@%p1 cp.async.bulk.wait_group.read 1;", {"race", "async_exit"}),
+        ("", {"race", "async_exit"}),
     ):
         program = tensor_program(STORE.format(words=128, coords="0, 0", wait=waiting, after=again), out=False)
         for seed in SEEDS:
@@ -309,7 +309,8 @@ def test_illegal_tensor_maps(fields, words):
 def test_bulk_copies_in_and_out(assemble):
     program = assemble(
         """
-        setp.ne.u32 %p1, %tid, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; mbarrier.arrive.expect_tx.shared.b64 _, [b], 256;
+        setp.ne.u32 %p1, %tid, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; fence.mbarrier_init.release.cluster;
+        mbarrier.arrive.expect_tx.shared.b64 _, [b], 256;
         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%rd61], 256, [b];
         W: mbarrier.try_wait.parity.shared.b64 %p2, [b], 0; @!%p2 bra W; ld.shared.u32 %r1, [s]; add.u32 %r1, %r1, 1;
         st.shared.u32 [s], %r1;
@@ -340,12 +341,13 @@ def test_cp_async_groups(assemble):
         st.global.v4.u32 [%rd3], {{%r3, %r4, %r5, 0}};
     """
     x = np.random.default_rng(1).integers(0, 1 << 32, (32, 4), np.uint32)
-    for keep, second, expected in ((0, 516, set()), (1, 8, set()), (1, 516, {"race"}), (2, 8, {"race"})):
+    early = {"race", "async_exit"}
+    for keep, second, expected in ((0, 516, set()), (1, 8, {"async_exit"}), (1, 516, early), (2, 8, early)):
         program = assemble(body.format(keep=keep, second=second), "out x", shared=".shared .align 16 .b8 s[1024];")
         for seed in SEEDS:
             out = np.zeros((32, 4), np.uint32)
             assert kinds(program, [out, x], seed=seed) == expected
-            if not expected:
+            if "race" not in expected:
                 assert (out[:, :2] == x[:, :2]).all()
                 assert (out[:, 2] == (0 if second == 516 else x[:, 2])).all()
 
@@ -356,7 +358,7 @@ RING = """
     // Warp 0 loads tiles of 512 bytes into 2 slots; warps 1 and 2 add them up. full: b[0..1], empty: b[2..3].
     mov.u32 %r1, dyn; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;
     @%p1 mbarrier.init.shared.b64 [%r2], 1; @%p1 mbarrier.init.shared.b64 [%r2+8], 1; @%p1 mbarrier.init.shared.b64 [%r2+16], 2;
-    @%p1 mbarrier.init.shared.b64 [%r2+24], 2;
+    @%p1 mbarrier.init.shared.b64 [%r2+24], 2; @%p1 fence.mbarrier_init.release.cluster;
     bar.sync 0; mov.u32 %r3, 0; mov.u32 %r9, 0; setp.ne.u32 %p2, %warp, 0; @%p2 bra CONSUME; setp.ne.u32 %p3, %lane, 0; @%p3 bra END;
     PRODUCE: and.b32 %r4, %r3, 1; shr.u32 %r5, %r3, 1; and.b32 %r5, %r5, 1; xor.b32 %r6, %r5, {first}; shl.b32 %r7, %r4, 3;
     add.u32 %r7, %r2, %r7;

@@ -256,8 +256,8 @@ def test_a_cluster_of_one(assemble):
 def handover(arrive: str, count: int = 1, wait: bool = True, init_sync: str = SYNC) -> str:
     """CTA 1 writes into CTA 0's box and arrives at CTA 0's mbarrier; CTA 0 waits, reads the box, and returns it."""
     return (
-        RANKS
-        + f"setp.eq.u32 %p1, %tid, 0; mov.u32 %r1, box; mov.u32 %r2, b; @%p1 mbarrier.init.shared::cta.b64 [b], {count};"
+        RANKS + f"setp.eq.u32 %p1, %tid, 0; mov.u32 %r1, box; mov.u32 %r2, b;"
+        f"@%p1 mbarrier.init.shared::cta.b64 [b], {count}; @%p1 fence.mbarrier_init.release.cluster;"
         + init_sync
         + "setp.eq.u32 %p2, %r100, 0; @%p2 bra CONSUMER;"
         + "mov.u32 %r9, 0; mapa.shared::cluster.u32 %r3, %r1, %r9; mapa.shared::cluster.u32 %r4, %r2, %r9; shl.b32 %r5, %tid, 2;"
@@ -338,8 +338,8 @@ MULTICAST = {
 def multicast(kind: str, mask: str, wait: str = "W: mbarrier.try_wait.parity.shared::cta.b64 %p3, [b], 0; @!%p3 bra W;") -> str:
     """CTA 0 loads 512 bytes into every CTA of the mask; each waits on its own mbarrier and returns what it has."""
     return (
-        RANKS
-        + "setp.eq.u32 %p1, %tid, 0; mov.u32 %r1, box; mov.u32 %r9, 0; @%p1 mbarrier.init.shared::cta.b64 [b], 1;"
+        RANKS + "setp.eq.u32 %p1, %tid, 0; mov.u32 %r1, box; mov.u32 %r9, 0;"
+        "@%p1 mbarrier.init.shared::cta.b64 [b], 1; @%p1 fence.mbarrier_init.release.cluster;"
         + "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [b], 512;"
         + SYNC
         + "mov.b64 %rd1, k_param_0; cvta.param.u64 %rd1, %rd1; ld.param.u64 %rd2, [k_param_1]; ld.param.u64 %rd3, [k_param_2];"
@@ -385,7 +385,7 @@ def test_multicast_commit(assemble):
     """CTA 0's commit arrives at the mbarriers of the CTAs of the mask."""
     body = (
         RANKS
-        + "setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared::cta.b64 [b], 1;"
+        + "setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared::cta.b64 [b], 1; @%p1 fence.mbarrier_init.release.cluster;"
         + SYNC
         + "setp.eq.u32 %p2, %r100, 0; and.pred %p2, %p2, %p1; mov.b16 %h1, {mask}; mov.u32 %r1, b;"
         + "@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h1;"

@@ -109,7 +109,8 @@ def test_tensor_map_arguments(folder):
         .address_size 64
         .entry copy(.param .align 64 .b8 source[128], .param .align 64 .b8 target[128]) {
         .reg .pred %p<4>; .reg .b32 %r<8>; .reg .b64 %rd<8>; .shared .align 128 .b8 s[512]; .shared .align 8 .b64 b;
-        mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; mov.b64 %rd1, source;
+        mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 exit; mbarrier.init.shared.b64 [b], 1; fence.mbarrier_init.release.cluster;
+        mov.b64 %rd1, source;
         cvta.param.u64 %rd1, %rd1; mov.b64 %rd2, target; cvta.param.u64 %rd2, %rd2;
         mbarrier.arrive.expect_tx.shared.b64 _, [b], 512;
         cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%rd1, {0, 4}], [b];

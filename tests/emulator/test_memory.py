@@ -198,7 +198,8 @@ def test_a_finding_is_reported_once_with_its_count(assemble):
     )
     found = hazards(program, [])
     assert len(found) == 1
-    assert found[0].message.endswith("[10 times]")
+    assert found[0].count == 10
+    assert str(found[0]).endswith("[10 times]")
 
 
 def test_without_checks_nothing_is_reported(assemble):

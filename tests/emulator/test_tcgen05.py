@@ -56,6 +56,7 @@ FILLED: fence.proxy.async.shared::cta;
     setp.ne.u32 %p2, %tid, 0; setp.ne.u32 %p3, %warp, 0;
     @%p2 bra READY;
     mbarrier.init.shared::cta.b64 [bars], 1; mbarrier.init.shared::cta.b64 [bars+8], 1; mbarrier.init.shared::cta.b64 [bars+16], 1;
+    fence.mbarrier_init.release.cluster;
 READY: @%p3 bra NOALLOC;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], {allocated};
 NOALLOC: bar.sync 0; ld.shared.u32 %d, [slot];
@@ -567,8 +568,10 @@ def test_overwriting_a_in_tensor_memory_before_the_commit_is_a_race():
     store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%d], {%r20}; tcgen05.wait::st.sync.aligned;"
     case.wait = "bar.sync 0;" + store + WAIT
     assert "race" in case.kinds()
-    case.wait = WAIT + store + "bar.sync 0;"
+    case.wait = WAIT + "tcgen05.fence::after_thread_sync;" + store + "bar.sync 0;"
     assert not case.kinds()
+    case.wait = WAIT + store + "bar.sync 0;"
+    assert case.kinds() == {"tcgen05_fence"}
 
 
 # --------------------------------------------------------------------------------------------------------------------- checks

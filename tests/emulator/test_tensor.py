@@ -188,7 +188,7 @@ def test_operands_need_a_barrier_before_and_a_wait_before_reuse():
         assert run_small(done, seed, after=f"setp.eq.u32 %p2, %tid, 0; @%p2 {overwrite}")[0] == {"race"}
         unwaited = mma(8, "bf16") + "wgmma.commit_group.sync.aligned;"
         after = f"bar.sync 0; setp.eq.u32 %p2, %tid, 0; @%p2 {overwrite} wgmma.wait_group.sync.aligned 0;"
-        assert run_small(unwaited, seed, after=after)[0] == {"race"}
+        assert run_small(unwaited, seed, after=after)[0] == {"wgmma_in_flight"}
 
 
 def test_operand_outside_shared_memory_and_divergence(line_of):

@@ -170,16 +170,18 @@ def test_other_warps_need_the_wait_and_a_barrier(assemble):
     """Warp 4 (the same quarter as warp 0) reads what warp 0 stored; the write back of warp 0 needs the load's wait as well."""
     body = """
         setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p3, %warp, 4; @!%p2 bra R; mov.u32 %r1, 7;
-        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; {store_wait}
-        R: {barrier} @!%p3 bra W; tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r2}}, [%r250]; {load_wait}
-        W: bar.sync 0; @!%p2 bra E; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; tcgen05.wait::st.sync.aligned; E:
+        tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; {store_wait} {store_before}
+        R: {barrier} {load_after} @!%p3 bra W; tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r2}}, [%r250]; {load_wait} {load_before}
+        W: bar.sync 0; {store_after} @!%p2 bra E; tcgen05.st.sync.aligned.32x32b.x1.b32 [%r250], {{%r1}}; tcgen05.wait::st.sync.aligned; E:
     """
     good = {"store_wait": "tcgen05.wait::st.sync.aligned;", "barrier": "bar.sync 0;", "load_wait": "tcgen05.wait::ld.sync.aligned;"}
+    for access in ("store", "load"):
+        good |= {f"{access}_before": "tcgen05.fence::before_thread_sync;", f"{access}_after": "tcgen05.fence::after_thread_sync;"}
     for seed in SEEDS:
         assert not kernel(assemble, body.format(**good)).launch("k", 1, 160, seed=seed).hazards
         for drop in good:
             found = {h.kind for h in kernel(assemble, body.format(**{**good, drop: ""})).launch("k", 1, 160, seed=seed).hazards}
-            assert "race" in found, drop
+            assert ("tcgen05_fence" if drop.endswith(("before", "after")) else "race") in found, drop
 
 
 @pytest.mark.parametrize(
