@@ -433,7 +433,15 @@ def smem_contents(config: Config, geo: Geometry) -> tuple[Content, ...]:
             writes = dict.fromkeys(_family(arrival.role) for barrier in inside for arrival in barrier.arrivals)
             reads = dict.fromkeys(_family(role) for barrier in inside for role in barrier.waits)
             means = "; ".join(dict.fromkeys(barrier.means for barrier in inside))
-            result.append(Content(region, f"{len(inside)} mbarriers: {means}", ", ".join(writes), ", ".join(reads), "the end"))
+            result.append(
+                Content(
+                    region,
+                    f"{len(inside)} mbarrier{'s' if len(inside) > 1 else ''}: {means}",
+                    ", ".join(writes),
+                    ", ".join(reads),
+                    "the end",
+                )
+            )
         else:
             result.append(Content(region, *table[region.name]))
     return tuple(result)

@@ -144,6 +144,43 @@ def test_named_barrier_table_is_what_the_kernel_does(
     assert seen == table
 
 
+ROLES_IN_SOURCES = {"load_keys_values": "load K V", "load_queries": "load Q", "merge_partitions": "attend"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [(name, arch) for name, arch in KERNELS if arch == "sm_100a" or not load_shipped(name).shared_key]
+)
+def test_the_comment_in_the_source_says_the_same(name: str, arch: str) -> None:
+    """The head of attention.cu lists its mbarriers: `name[..] arrivals  who arrives -> who waits`."""
+    text = render(load_shipped(name), arch)["attention.cu"]
+    listed = text.split("// mbarriers (arrivals a phase")[1].split("// Named barriers")[0].splitlines()[1:]
+    left = list(pipeline.mbarriers(derive(load_shipped(name), arch)))
+    for line in filter(None, listed):
+        found = re.fullmatch(r"//\s+(\S+)\s+(\w+)  (.*) -> (.*)", line)
+        assert found, line
+        pattern, count, arrives, waits = found.groups()
+        family, *indices = re.findall(r"\w+", pattern)
+        # No index, [n] and [w] stand for all of them; a second one is meant as it is.
+        names = re.compile(family + r"(\[\d+\])?" + "".join(re.escape(f"[{index}]") for index in indices[1:]))
+        same = [barrier for barrier in left if names.fullmatch(barrier.name)]
+        assert same, line
+        for barrier in same:
+            left.remove(barrier)
+            # A name stands for a count that differs between entries; what mbarrier.init is given is compared elsewhere.
+            assert not count.isdigit() or barrier.count == int(count), line
+            said = {ROLES_IN_SOURCES.get(role, role) for role in re.sub(r" w$| w,|\(.*?\)", "", waits).replace(" ", "").split(",")}
+            assert {role.rstrip("0123456789 ") for role in barrier.waits} == said, line
+            assert all(_said(arrival.role, arrives) for arrival in barrier.arrivals), line
+    assert left == []
+
+
+def _said(role: str, text: str) -> bool:
+    family = role.rstrip("0123456789 ")
+    return any(
+        word in text for word in (family, *(source for source, name in ROLES_IN_SOURCES.items() if name == family), "the thread that")
+    )
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", shipped_configs())
 def test_unit_tables_are_what_the_kernels_do(name: str, arch: str) -> None:

@@ -187,14 +187,18 @@ def _smem(sheet: _Sheet, facts: Facts) -> None:
         _bar(sheet, over, scale, sheet.y, 26, None)
         end = max(content.region.end for content in over)
         where = "over dead memory" if isinstance(geo, Sm90Geometry) else "over the dead Q and ring"
-        sheet.text(MARGIN + end * scale + 8, sheet.y + 17, f"epilogue, {where}", "dim")
+        # Up to the lines that lead to the magnified part below.
+        small = [content.region.offset for content in contents if content.region.size < SMALL_BYTES]
+        room = (min(small, default=SMEM_LIMIT_BYTES) - end) * scale
+        label = f"epilogue, {where}"
+        sheet.text(MARGIN + end * scale + 8, sheet.y + 17, label if len(label) * CHAR * 11 + 12 <= room else "epilogue", "dim")
         sheet.y += 26
-    small = [content for content in contents if content.region.size < SMALL_BYTES]
-    if not small:
+    tiny = [content for content in contents if content.region.size < SMALL_BYTES]
+    if not tiny:
         return
     # What is too small to see, magnified; lines show where it is.
     sheet.y += 26
-    first, last = small[0].region.offset, small[-1].region.end
+    first, last = tiny[0].region.offset, tiny[-1].region.end
     inset = [content for content in contents if first <= content.region.offset < last]
     width = INNER * 0.94
     left = WIDTH - MARGIN - width
@@ -335,12 +339,14 @@ def _roles(sheet: _Sheet, geo: Geometry) -> None:
         sheet.text(x - 10, y + 27, _warps(role), "dim", "end")
         for _ in range(role.warps):
             width = 62 * (role.registers or widest) / widest
-            colour = "other" if role.idle else "s" if role.warps >= 4 else "k"
+            colour = "other" if role.idle else "k" if role.name.startswith(("load", "multiply")) else "s"
             sheet.rect(x, y + 3, width, 24, fill=colour, tip=f"{role.name}: {role.registers or 'as launched'} registers a thread")
-            if role.registers >= 0.6 * widest:
+            if role.registers and role.registers >= 0.6 * widest:
                 sheet.fitting(x, y + 19, width, [str(role.registers)], 10)
             x += width + 2
-        if role.registers and role.registers < 0.6 * widest:
+        if not role.registers:
+            sheet.text(x + 4, y + 19, "registers as launched", "dim")
+        elif role.registers < 0.6 * widest:
             sheet.text(x + 4, y + 19, f"{role.registers} registers a thread", "dim")
         text = MARGIN + 110 + 4 * 64 + 34
         sheet.text(text, y + 13, role.task)
@@ -360,8 +366,8 @@ def _signals(geo: Geometry, role: str) -> str:
     def families(barriers: Iterable[pipeline.Mbarrier]) -> str:
         numbered: dict[str, list[str]] = {}
         for barrier in barriers:
-            family, _, rest = barrier.name.partition("[")
-            numbered.setdefault(family, []).append(f"[{rest}")
+            family, bracket, rest = barrier.name.partition("[")
+            numbered.setdefault(family, []).append(bracket + rest)
         return ", ".join(f"{family}{''.join(rest) if len(rest) == 1 else '[*]'}" for family, rest in numbered.items()) or "none"
 
     waits = families(barrier for barrier in table if role in barrier.waits)
@@ -378,17 +384,11 @@ def _units(sheet: _Sheet, facts: Facts) -> None:
         regions = unit.dynamic or unit.static
         sheet.heading(unit.entry, f"shared memory, {sum(region.size for region in regions):,} bytes, to scale")
         for region in regions:
-            sheet.rect(
-                MARGIN + region.offset * scale,
-                sheet.y,
-                region.size * scale,
-                34,
-                fill=_colour(region.name),
-                tip=f"{region.name}: {region.size:,} bytes",
-            )
-            sheet.fitting(
-                MARGIN + region.offset * scale, sheet.y + 21, region.size * scale, [f"{region.name}: {region.size:,}", region.name]
-            )
+            x, width = MARGIN + region.offset * scale, region.size * scale
+            label = f"{region.name}: {region.size:,}"
+            sheet.rect(x, sheet.y, width, 34, fill=_colour(region.name), tip=f"{label} bytes")
+            if not sheet.fitting(x, sheet.y + 21, width, [label, region.name]) and region is regions[-1]:
+                sheet.text(x + width + 8, sheet.y + 21, label, "dim")
         sheet.y += 34
 
 

@@ -141,7 +141,7 @@ def _mbarriers(geo: Geometry) -> Sheet:
         same = list(group)
         first, last = same[0], same[-1]
         name = first.name if len(same) == 1 else f"{first.name[:-1]}-{last.name.split('[')[1]}"
-        who = " + ".join(f"{arrival.role} {_HOW[arrival.how].format(arrival.count)}" for arrival in first.arrivals)
+        who = " + ".join(f"{arrival.role} {_how(arrival)}" for arrival in first.arrivals)
         tx = f"{first.tx_bytes:,}" if first.tx_bytes else "-"
         when = f"{first.phase}{' (split keys only)' if first.split_only else ''}"
         count = f"{first.count} a CTA" if first.from_cluster else str(first.count)
@@ -150,7 +150,10 @@ def _mbarriers(geo: Geometry) -> Sheet:
     return Sheet(f"mbarriers ({geo.mbarriers}; arrivals and bytes of a phase)", headers, rows)
 
 
-_HOW = {"arrive": "({} warps)", "expect_tx": "({}, announces the bytes)", "commit": "({} commit behind its MMAs)"}
+def _how(arrival: pipeline.Arrival) -> str:
+    if arrival.how == "arrive":
+        return f"({arrival.count} warp{'s' if arrival.count > 1 else ''})"
+    return f"({arrival.count}, announces the bytes)" if arrival.how == "expect_tx" else f"({arrival.count} commit behind its MMAs)"
 
 
 def _kernels(facts: Facts) -> Sheet:
