@@ -24,6 +24,7 @@ from .text import one_line
 PINNED_NVRTC = "13.0.88"
 # With a driver at hand NVRTC caches what ptxas made of a PTX, and a hit leaves the resource report out: no-cache.
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
+LINE_INFO = "--generate-line-info"
 CACHE_SCHEMA = 1
 
 
@@ -97,7 +98,7 @@ def nvrtc_version() -> str | None:
     return ptx_release(ptx)
 
 
-def _run_nvrtc(source: str, arch: str, file_name: str) -> tuple[str, bytes, str]:
+def _run_nvrtc(source: str, arch: str, file_name: str, line_info: bool = False) -> tuple[str, bytes, str]:
     nvrtc = _nvrtc()
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
 
@@ -114,7 +115,8 @@ def _run_nvrtc(source: str, arch: str, file_name: str) -> tuple[str, bytes, str]
 
     program = call("nvrtcCreateProgram", source.encode(), file_name.encode(), 0, [], [])
     try:
-        options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in OPTIONS)]
+        chosen = (*OPTIONS, LINE_INFO) if line_info else OPTIONS
+        options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in chosen)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = fetch("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode("utf-8", "replace")
         if status != success:
@@ -123,6 +125,9 @@ def _run_nvrtc(source: str, arch: str, file_name: str) -> tuple[str, bytes, str]
         cubin = fetch("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+    if line_info:
+        # NVRTC puts the working folder before the name.
+        ptx = re.sub(r'^(\s*\.file\s+\d+\s+)"[^"\n]*"', lambda match: f'{match[1]}"{file_name}"', ptx, flags=re.MULTILINE)
     return ptx, cubin, log
 
 
@@ -149,8 +154,8 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
     return {name: KernelResources(**values) for name, values in kernels.items()}
 
 
-def _compile(source: str, arch: str, file_name: str) -> Module:
-    ptx, cubin, log = _run_nvrtc(source, arch, file_name)
+def _compile(source: str, arch: str, file_name: str, line_info: bool) -> Module:
+    ptx, cubin, log = _run_nvrtc(source, arch, file_name, line_info)
     kernels = parse_resources(log)
     entries = re.findall(r"^\s*(?:\.visible\s+)?\.entry\s+([\w$]+)", ptx, re.MULTILINE)
     if sorted(entries) != sorted(kernels) or not all(kernel.registers for kernel in kernels.values()):
@@ -167,9 +172,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa4gen"
 
 
-def _cache_path(source: str, arch: str, file_name: str) -> Path:
+def _cache_path(source: str, arch: str, file_name: str, line_info: bool = False) -> Path:
     # The file name is part of the key: it stands in the log's messages.
-    parts = [str(CACHE_SCHEMA), nvrtc_version() or "", arch, file_name, *OPTIONS, source]
+    parts = [str(CACHE_SCHEMA), nvrtc_version() or "", arch, file_name, *OPTIONS, *([LINE_INFO] if line_info else []), source]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return cache_dir() / key[:2] / f"{key}.module"
 
@@ -206,26 +211,28 @@ def _cache_write(path: Path, module: Module) -> None:
         return
 
 
-_modules: dict[tuple[str, str, str], Module] = {}
+_modules: dict[tuple[str, str, str, bool], Module] = {}
 _modules_lock = threading.Lock()
 
 
-def compile_source(source: str, arch: str, file_name: str) -> Module:
+def compile_source(source: str, arch: str, file_name: str, line_info: bool = False) -> Module:
     """Compiles one self-contained source for `arch` ("sm_90a" | "sm_100a") to PTX and CUBIN, or takes the module from the cache.
 
-    file_name appears in error messages only. Raises CompileError: NVRTC missing, or the source refused by the compiler or by ptxas.
+    file_name appears in error messages only, and with line_info in the PTX, whose .loc directives then say which source line each
+    instruction comes from (the emulator's findings name it). Stored PTX is compiled without. Raises CompileError: NVRTC missing, or the
+    source refused by the compiler or by ptxas.
     """
     if arch not in ARCHES:
         raise CompileError(f"{file_name}: unknown target {arch}; use {' or '.join(ARCHES)}")
-    key = (source, arch, file_name)
+    key = (source, arch, file_name, line_info)
     with _modules_lock:
         if key in _modules:
             return _modules[key]
     _nvrtc()
-    path = _cache_path(source, arch, file_name)
+    path = _cache_path(source, arch, file_name, line_info)
     module = _cache_read(path, source, arch, file_name)
     if module is None:
-        module = _compile(source, arch, file_name)
+        module = _compile(source, arch, file_name, line_info)
         _cache_write(path, module)
     with _modules_lock:
         return _modules.setdefault(key, module)

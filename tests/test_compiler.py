@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fa4gen.codegen import compiler
@@ -178,3 +179,29 @@ def test_without_nvrtc_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) 
     finally:
         for cached in (compiler._nvrtc, compiler.nvrtc_version):
             cached.cache_clear()
+
+
+def test_line_information_leads_findings_back_to_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fa4gen.codegen.emulator import Program
+
+    source = """extern "C" __global__ void racy(float* out) {
+  __shared__ float s[64];
+  s[threadIdx.x] = 1.0f;
+  out[threadIdx.x] = s[threadIdx.x ^ 32];
+}
+"""
+    monkeypatch.chdir(tmp_path)
+    plain, lined = (compile_source(source, "sm_90a", "racy.cu", line_info=flag) for flag in (False, True))
+    assert ".loc" not in plain.ptx
+    assert str(tmp_path) not in lined.ptx
+    assert compile_source(source, "sm_90a", "racy.cu").ptx == plain.ptx
+
+    def instructions(ptx: str) -> list[str]:
+        return [line for line in ptx.split("\n") if line.endswith(";")]
+
+    assert instructions(plain.ptx) == [line for line in instructions(lined.ptx) if not line.lstrip().startswith((".loc", ".file"))]
+    hazards = Program.from_ptx(lined.ptx).launch("racy", 1, 64, args=[np.zeros(64, np.float32)]).hazards
+    races = [hazard for hazard in hazards if hazard.kind == "race"]
+    assert races
+    assert {race.source for race in races} | {race.other.source for race in races if race.other} == {"racy.cu:3", "racy.cu:4"}
+    assert not any(hazard.source for hazard in Program.from_ptx(plain.ptx).launch("racy", 1, 64, args=[np.zeros(64, np.float32)]).hazards)
