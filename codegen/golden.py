@@ -8,6 +8,7 @@ change only on purpose (`fa4gen run --update-golden`).
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from .files import npz, write_whole
+
+
+class GoldenError(ValueError):
+    """A stored golden that cannot be read; the message is one line naming the file."""
 
 
 class Bits:
@@ -146,12 +151,15 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def load(config: str, arch: str, kernel: str) -> dict[str, np.ndarray] | None:
-    """Stored outputs of a kernel as raw bits (uint16 or uint32 arrays by output name); None where none are stored."""
+    """Stored outputs of a kernel as raw bits (uint16 or uint32 arrays by output name); None where none are stored. Raises GoldenError."""
     folder = golden_folder()
     if folder is None or not (path := _path(folder, config, arch, kernel)).is_file():
         return None
-    with np.load(path) as stored:
-        return {name: stored[name] for name in stored.files}
+    try:
+        with np.load(path) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise GoldenError(f"{path.parent.name}/{path.name} is no golden: {error}") from error
 
 
 def store(config: str, arch: str, kernel: str, outputs: Mapping[str, np.ndarray]) -> Path:

@@ -88,7 +88,7 @@ def _banner(config: Config, arch: str, template: str, title: str) -> str:
             "//",
             f"// Generated from templates/{template} for config {config.name} on {arch}.",
             "// Do not edit: change the template or the config, then run",
-            f"//     fa4gen emit --config {config.name}",
+            f"//     fa4gen emit --config {config.name}.yaml",
         ]
     )
 

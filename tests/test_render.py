@@ -57,7 +57,7 @@ def test_every_file_is_tidy_and_says_where_it_comes_from(name: str, arch: str, f
     assert "{{" not in text
     assert "{% " not in text
     banner = "\n".join(text.splitlines()[:12])
-    for word in (f"templates/{rendered.template}", name, arch, "Do not edit", f"fa4gen emit --config {name}"):
+    for word in (f"templates/{rendered.template}", name, arch, "Do not edit", f"fa4gen emit --config {name}.yaml"):
         assert word in banner
     assert rendered.template in rendered.templates
     for template in rendered.templates:

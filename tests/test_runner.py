@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fa4gen.codegen import golden, reference, runner, units
 from fa4gen.codegen.backends import BackendUnavailable, Compiled
-from fa4gen.codegen.config import load_config, shipped_configs
+from fa4gen.codegen.config import ConfigError, load_config, shipped_configs
 from fa4gen.codegen.inputs import InputError
 from fa4gen.codegen.runner import RunError, RunOptions
 
@@ -181,3 +181,29 @@ def test_every_shipped_config_matches_its_goldens(name):
     rows = [line for line in table.splitlines() if " emulator " in line]
     assert len(rows) >= len(load_config(name).arch)
     assert all(" match " in line for line in rows), table
+
+
+def test_a_golden_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(golden, "golden_folder", lambda: tmp_path)
+    (tmp_path / "d64").mkdir()
+    (tmp_path / "d64" / "sm_90a-unit_combine.npz").write_bytes(b"not an archive")
+    with pytest.raises(golden.GoldenError, match=r"d64/sm_90a-unit_combine\.npz") as refused:
+        run(config="d64", arch="sm_90a")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_target_the_config_does_not_list_is_refused_by_name(tmp_path):
+    (tmp_path / "one.yaml").write_text("ov_depth: 64\nshared_key: true\narch: [sm_90a]\n")
+    with pytest.raises(ConfigError, match="one: arch") as refused:
+        run(config=tmp_path / "one.yaml", arch="sm_100a")
+    assert refused.value.rule == "arch-enabled"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_row_is_cut_or_folded_in_a_narrow_terminal(width):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    runner.run(RunOptions(config="d64", backend="emulator", arch="sm_90a"), console, Console(file=io.StringIO()))
+    combine = row(out.getvalue(), "unit_combine")
+    for cell in ("emulator", "4 x 32 x 64", "match", " s"):
+        assert cell in combine
