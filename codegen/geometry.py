@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypedDict
 
-from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, fixed_keys, require, switched_off
+from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, ConfigError, fixed_keys, require, switched_off
 
 F32_BYTES = 4
 OPERAND_BYTES = 2  # bf16 and f16: Q, K, V, P
@@ -174,7 +174,10 @@ def _derive(config: Config, arch: str, disabled: frozenset[str]) -> Geometry:
 
 def derive(config: Config, arch: str) -> Geometry:
     """The geometry of `config` on `arch`. Raises ConfigError where a derived rule is broken or the config does not list the target."""
-    require(arch in config.arch, "arch-enabled", "arch", list(config.arch), f"add {arch} to arch, or use {' or '.join(config.arch)}")
+    try:
+        require(arch in config.arch, "arch-enabled", "arch", list(config.arch), f"add {arch} to arch, or use {' or '.join(config.arch)}")
+    except ConfigError as error:
+        raise error.with_source(config.name) from None
     return _derive(config, arch, switched_off())
 
 
@@ -193,11 +196,13 @@ def functions(config: Config) -> tuple[Function, ...]:
 def entry_configs(config: Config, arch: str) -> tuple[Config, ...]:
     """The config of each entry of attention.cu, by tile rows: `config` itself, or, where tile_rows is left to the launch, one for each.
 
-    The shared-key kernel for sm_90a has a choice: the tile rows are the N of its MMAs.
+    The kernels for sm_90a have a choice: tile rows are the N of their MMAs. With m_pack 2 a part has a warp for each 32 rows, so that tiles of
+    fewer leave warps idle: a config can ask for them.
     """
-    if arch != "sm_90a" or not config.shared_key or config.m_pack != 4 or config.tile_rows is not None:
+    if arch != "sm_90a" or config.tile_rows is not None or (config.shared_key and config.m_pack != 4):
         return (config,)
-    return tuple(config.model_copy(update={"tile_rows": rows}) for rows in WGMMA_TILE_ROWS)
+    choices = WGMMA_TILE_ROWS if config.m_pack == 4 else (32, config.rows)
+    return tuple(config.model_copy(update={"tile_rows": rows}) for rows in choices)
 
 
 def symbol(config: Config, arch: str, kind: str = "attention") -> str:
@@ -215,7 +220,7 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
         parts.append(config.mask)
     if not config.use_fma:
         parts.append("nofma")
-    if config.rescale != "eager":
+    if config.rescale != "lazy":
         parts.append(config.rescale)
     given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
     parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]

@@ -10,11 +10,11 @@ import pytest
 from attention_problem import Problem, check_batch_independence, check_dominating_key, check_merge_ignores_order, compiled, shows, source
 
 from fa4gen.codegen import compiler
-from fa4gen.codegen.attention import attention_entry_info
+from fa4gen.codegen.attention import attention_entry_info, attention_entry_infos, entry_config
 from fa4gen.codegen.backends.cuda import CudaBackend
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, parse_config
-from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive
+from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive, symbol
 from fa4gen.codegen.geometry_sm90 import MAX_REGISTERS, REGISTERS_PER_SM, Sm90KeySplitGeometry
 from fa4gen.codegen.render import render, render_stream
 
@@ -100,19 +100,31 @@ def test_the_source_states_its_arguments():
     text = source(c)
     assert "#include" not in text
     assert "do not edit" in text.lower()
-    info = attention_entry_info(c, geometry(c))
-    declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
-    assert declaration is not None
-    names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
-    assert names == [argument["name"] for argument in info["arguments"]]
-    assert info["smem_bytes"] == geometry(c).smem_bytes
+    infos = attention_entry_infos(c, "sm_90a")
+    assert len(infos) == 3
+    for info in infos:
+        declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
+        assert declaration is not None
+        names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
+        assert names == [argument["name"] for argument in info["arguments"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "q_len", "group", "rows"),
+    [({}, 1, 8, 8), ({}, 2, 8, 16), ({}, 4, 8, 32), ({}, 9, 8, 32), ({}, 1, 48, 32), (M2, 1, 8, 32), (M2, 8, 8, 64), (M2, 5, 12, 64)],
+)
+def test_a_launch_takes_the_tiles_that_its_rows_fill(fields, q_len, group, rows):
+    c = config(**fields)
+    entry = entry_config(c, "sm_90a", q_len, group)
+    assert entry.tile_rows == rows
+    assert Problem(c, 1, q_len, 64, group).launch().entry == symbol(entry, "sm_90a")
 
 
 def test_no_barrier_among_the_key_tiles():
     body = source(config(ov_depth=128))
     loop = body[body.index("const Cursor k = ring;") :]
-    loop = loop[: loop.index("release(smem + Q_EMPTY_OFFSET")]
-    called = set(re.findall(r"\b(\w+)\(", loop))
+    loop = loop[: loop.index("release(smem + Tile::Q_EMPTY_OFFSET")]
+    called = set(re.findall(r"\b(\w+)(?:<Tile>)?\(", loop))
     assert {"scores", "softmax", "accumulate", "mask_scores"} < called
     for function in called & set(re.findall(r"__forceinline__ \w+ (\w+)\(", body)):
         text = body[body.index(f" {function}(") :]
@@ -156,6 +168,7 @@ CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]
         {"partition_keys": 64, "ctas": 3},
     ),
     ({"tile_rows": 16, "dtype": "float16", "out_dtype": "float16"}, (1, 1, 300, 16, 1), {"partition_keys": "auto", "ctas": 4}),
+    ({"tile_rows": 32}, (1, 2, 129, 6, 1), {"partition_keys": 64}),
     ({"ov_depth": 128}, (1, 4, 500, 8, 1), {}),
     ({"ov_depth": 128, "tile_rows": 8, "ring_slots": 8}, (1, 1, 1000, 8, 1), {"ctas": 1}),
     ({"ov_depth": 128, "use_fma": False, "mask": "causal"}, (1, 6, 700, 5, 1), {"ctas": 1, "partition_keys": 128, "scale": 1.0}),
@@ -207,7 +220,7 @@ def test_the_stream_variant_has_the_same_entry():
     c = config(ov_depth=128)
     text = render_stream(c, "sm_90a")
     module = compiler.compile_source(text, "sm_90a", "attention.cu")
-    assert list(module.kernels) == [attention_entry_info(c, geometry(c))["name"]]
+    assert sorted(module.kernels) == sorted(info["name"] for info in attention_entry_infos(c, "sm_90a"))
     assert "mma.sync" not in module.ptx
 
 
@@ -216,20 +229,20 @@ def test_the_stream_variant_has_the_same_entry():
 MUTANTS = {
     "scores do not wait for K": ("wait(at.full + k.slot * MBARRIER_BYTES, k.parity);", ""),
     "P.V does not wait for V": ("if (step == 0) wait(at.full + v.slot * MBARRIER_BYTES, v.parity);", ""),
-    "scores do not wait for Q": ("wait(smem + Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);", ""),
+    "scores do not wait for Q": ("wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);", ""),
     "the producer does not wait for an empty slot": (
         "count as bytes.\n                wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);",
         "count as bytes.",
     ),
     "K is released before it is read": (
-        "scores(s, at, at.ring + k.slot",
-        "release(at.full + TO_EMPTY + k.slot * MBARRIER_BYTES, lane);\n                scores(s, at, at.ring + k.slot",
+        "scores<Tile>(s, at, at.ring + k.slot",
+        "release(at.full + Tile::TO_EMPTY + k.slot * MBARRIER_BYTES, lane);\n                scores<Tile>(s, at, at.ring + k.slot",
     ),
     "V is never released": (
-        "            release(at.full + TO_EMPTY + v.slot * MBARRIER_BYTES, lane);\n",
+        "            release(at.full + Tile::TO_EMPTY + v.slot * MBARRIER_BYTES, lane);\n",
         "",
     ),
-    "Q is overwritten while it is read": ("wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
+    "Q is overwritten while it is read": ("wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);", ""),
     "O is copied out before it is staged": ("before the next item's stores.\n    ptx_bar_sync(TILE_BARRIER, CONSUMERS);", "stores."),
     "the O tile is written while it is copied out": ("if (at.thread < 32) ptx_bulk_wait_group_read();\n\n    float* stage", "float* stage"),
     "the combine reads O before all parts have staged it": ("every part's reads.\n    ptx_bar_sync(warp_group_idx, 128);", "reads."),
@@ -240,7 +253,7 @@ MUTANTS = {
         "",
     ),
     "rows past the tile are left as they are": ("unit < STAGE_BYTES / 16", "unit < 0"),
-    "padding rows of Q are left as they are": ("if (unit / 8 % TILE_ROWS >= used_rows)", "if (unit / 8 % TILE_ROWS > TILE_ROWS)"),
+    "padding rows of Q are left as they are": ("if (unit / 8 % Tile::ROWS >= used_rows)", "if (unit / 8 % Tile::ROWS > Tile::ROWS)"),
 }
 
 
