@@ -269,9 +269,10 @@ class Issuer:
     def actors(self) -> list[int]:
         return [self.reader, self.copier, *self.accumulators.values()]
 
-    def own(self) -> list[int]:
-        """Actors whose operations the thread's next is ordered with without a tcgen05 fence: its own and its warp's loads and stores."""
-        return self.actors() if self.w.tmem_ops is None else self.actors() + list(self.w.tmem_ops.own)
+    def own(self, *pipelined: int) -> list[int]:
+        """Actors whose operations the thread's next is ordered with without a tcgen05 fence: those of the same pipeline, and its warp's
+        loads and stores. What only a commit and its mbarrier order needs the fence after the wait, even in one thread."""
+        return list(pipelined) if self.w.tmem_ops is None else [*pipelined, *self.w.tmem_ops.own]
 
     def accumulator(self, key: Any) -> int:
         found = self.accumulators.get(key)
@@ -435,7 +436,7 @@ class _Mma:
             a_height, a_low = _lanes(descriptor, ws, a_address >> 16, "A operand")
             a_block = Block(a_address & 0xFFFF, K // 2, a_low, a_low + a_height)
             with _ordered_after(w, thread.copier):
-                good &= check_block(w, code, a_block, epoch, who, write=False, reader=thread.reader, own=thread.own())
+                good &= check_block(w, code, a_block, epoch, who, write=False, reader=thread.reader, own=thread.own(thread.copier))
         else:
             a_operand = SharedOperand(decode_tcgen05_descriptor(int(r[self.a[0]][lane])), descriptor.m, K, descriptor.a_major)
             good &= a_operand.check(w, code, epoch, thread.reader, who)
@@ -443,7 +444,15 @@ class _Mma:
         good &= b_operand.check(w, code, epoch, thread.reader, who)
         with _ordered_after(w, chain, thread.copier):
             good &= check_block(
-                w, code, d_block, thread.epoch(chain, code), who, write=True, reads=enable, mask=write_mask, own=thread.own()
+                w,
+                code,
+                d_block,
+                thread.epoch(chain, code),
+                who,
+                write=True,
+                reads=enable,
+                mask=write_mask,
+                own=thread.own(chain, thread.copier),
             )
         thread.code, thread.used = code, thread.time
         if not good:

@@ -414,7 +414,7 @@ def test_copies_from_shared_memory(form):
 
 
 def copied_a(order: str) -> Case:
-    """A comes into tensor memory by a copy; `order`: what is issued, of c(opy), m(ma), w(ait for a commit)."""
+    """A comes into tensor memory by a copy; `order`: what is issued, of c(opy), m(ma), w(ait for a commit), f(ence after it)."""
     a, b = integers(3, (128, 16)), integers(4, (64, 16))
     case = Case(columns=64, first=16, cells=np.ones((128, 8), np.uint32))
     a_desc, b_desc = case.place(a, "k", 0, 128, 256), case.place(b, "k", 0, 128, 256)
@@ -423,6 +423,7 @@ def copied_a(order: str) -> Case:
         "c": f"mov.b64 %a, {a_desc}; tcgen05.cp.cta_group::1.128x256b [%d], %a;",
         "m": "add.u32 %r10, %d, 16;" + mma(idesc, "[%d]", b_desc, d="%r10"),
         "w": COMMIT.replace("bars", "bars+8") + "V: mbarrier.try_wait.parity.shared::cta.b64 %p7, [bars+8], 0; @!%p7 bra V;",
+        "f": "tcgen05.fence::after_thread_sync;",
     }
     case.body = "".join(text[c] for c in order) + COMMIT
     case.expected = product(a, b)
@@ -434,7 +435,8 @@ def test_a_copy_happens_before_a_later_mma_but_not_the_other_way_round():
     assert (case.clean() == case.expected).all()
     for seed in SEEDS:
         assert "race" in copied_a("mc").kinds(seed)
-    assert not copied_a("mwc").kinds()
+    assert not copied_a("mwfc").kinds()
+    assert copied_a("mwc").kinds() == {"tcgen05_fence"}
 
 
 # ----------------------------------------------------------------------------------------------------------------- asynchrony
