@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 H200_SMS = 132
 # What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
-# what a CTA reads of other partitions in a merge, what a wave and a merge cost beside that.
+# what a CTA reads of other partitions in a merge, what a wave and a merge (in one CTA, in a cluster, of several clusters) cost beside that.
 CTA_BYTES_PER_US = 150e3
 CHIP_BYTES_PER_US = 4.4e6
 MERGE_BYTES_PER_US = 110e3
 WAVE_US = 0.5
 MERGE_US = 2.5
+CLUSTER_US = 1.5
+SECOND_STEP_US = 2.5
 MAX_WAVES = 4
+CLUSTERS_MIN_PARTITIONS = 16
+CLUSTERS_MIN_BYTES = 256 << 10
 # More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
 AUTO_PARTITIONS = 32
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -122,6 +126,19 @@ def fixed_split(key_tiles: int, partition_keys: int, block_keys: int) -> Split:
     return split
 
 
+def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
+    """CTAs of a cluster, a power of two: they take a partition each and merge through each other's shared memory.
+
+    By the partitions alone, since the order of a merge follows from it. Where one cluster has them all that is always faster; several
+    clusters merge in a second step, which pays from CLUSTERS_MIN_BYTES or CLUSTERS_MIN_PARTITIONS (bench/LOG.md 7).
+    """
+    if partitions <= geo.max_cluster:
+        return 1 << (partitions - 1).bit_length()
+    partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
+    pays = partitions >= CLUSTERS_MIN_PARTITIONS or partitions * partial_bytes >= CLUSTERS_MIN_BYTES
+    return geo.max_cluster if pays else 1
+
+
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
     """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles."""
     tile_bytes = 2 * geo.block_keys * geo.depth * OPERAND_BYTES
@@ -132,21 +149,36 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
         tiles = -(-key_tiles // partitions)
         if -(-key_tiles // tiles) != partitions:
             continue
-        waves, grid = _waves(query_tiles * partitions, ctas)
+        cluster = cluster_size(geo, partitions)
+        clusters = -(-partitions // cluster)
+        waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
         # Few CTAs are limited by what each can read, many by what the memory gives.
         bytes_per_us = 1 / math.hypot(1 / (grid * CTA_BYTES_PER_US), 1 / CHIP_BYTES_PER_US)
         us = waves * (grid * tiles * tile_bytes / bytes_per_us + WAVE_US)
-        if partitions > 1:
+        if cluster > 1:
+            us += CLUSTER_US + partial_bytes / MERGE_BYTES_PER_US
+            if clusters > 1:
+                us += SECOND_STEP_US + clusters * partial_bytes / cluster / MERGE_BYTES_PER_US
+        elif partitions > 1:
             us += MERGE_US + partitions * partial_bytes / MERGE_BYTES_PER_US
         if us < best_us:
             best, best_us = Split(tiles, partitions), us
     return best
 
 
-def _waves(items: int, ctas: int) -> tuple[int, int]:
-    """Items that the busiest CTA takes, and as few CTAs as do with that: they then work in step."""
-    waves = -(-items // ctas)
-    return waves, -(-items // waves)
+def _waves(items: int, ctas: int, cluster: int) -> tuple[int, int]:
+    """Items that the busiest CTA takes, and as few CTAs as do with that, whole clusters: they then work in step."""
+    clusters = items // cluster
+    waves = -(-clusters // max(1, _resident(ctas, cluster) // cluster))
+    return waves, -(-clusters // waves) * cluster
+
+
+def _resident(ctas: int, cluster: int) -> int:
+    """CTAs that run at once in clusters, which stay within a GPC of at most 18 SMs: 132 SMs hold 29 to 32 clusters of 4, chip by chip.
+
+    With 32, a chip that holds fewer takes the others in a second wave (bench/LOG.md 7).
+    """
+    return ctas if cluster <= 2 else ctas * 7 // 8 // cluster * cluster
 
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
@@ -181,7 +213,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
-        ("arrived", "unsigned long long*", "workspace, [query tiles] uint64: 0 at first, and again after a launch"),
+        ("arrived", "unsigned long long*", "workspace, [query tiles * CTAs of a cluster] uint64: 0 at first, and again after a launch"),
     ]
     return {
         "name": symbol(_with_rows(config, geo), geo.arch),
@@ -253,11 +285,14 @@ def attention_launch(
         split = auto_split(geo, key_tiles, query_tiles, ctas)
     else:
         split = fixed_split(key_tiles, partition_keys, geo.block_keys)
-    items = query_tiles * split.partitions
-    _, grid = _waves(items, ctas)
-    parts = items if split.partitions > 1 else 1
+    cluster = cluster_size(geo, split.partitions)
+    # Clusters are full; a partition past the last key has nothing to add.
+    partitions = -(-split.partitions // cluster) * cluster
+    items = query_tiles * partitions
+    _, grid = _waves(items, ctas, cluster)
+    parts = items if partitions > cluster or cluster == 1 < partitions else 1
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(
-        parts * geo.tile_rows * geo.depth, parts * _lse_rows(geo), query_tiles
+        max(1, parts // cluster) * geo.tile_rows * geo.depth, parts * _lse_rows(geo), query_tiles * cluster
     )
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
@@ -268,13 +303,13 @@ def attention_launch(
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
         np.uint32(split.tiles),
-        np.uint32(split.partitions),
+        np.uint32(partitions),
         number,
         Uninitialized(partial_o),
         Uninitialized(partial_lse),
         arrived,
     )
-    return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+    return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster)
 
 
 def check_arrays(

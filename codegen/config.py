@@ -188,7 +188,7 @@ class Config(BaseModel):
     )
     tile_rows: Positive | None = Field(None, description="rows of a tile that carry queries, the rest is padding; derived: rows")
     rescale: Literal["eager", "lazy"] = Field(
-        "eager", description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum"
+        "lazy", description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum"
     )
     split: str | None = Field(
         None,

@@ -23,6 +23,7 @@ REGISTER_STEP = 8
 P_BUFFERS = 2
 LAST_BYTES = 16  # a flag for the consumers and one for each producer
 MAX_PARTITIONS = 64
+MAX_CLUSTER = 4  # more would merge in fewer steps, but leave more SMs of a GPC without work
 KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
 MIN_SLOTS_PER_RING = 2
@@ -60,6 +61,7 @@ class Sm90Geometry(Geometry):
     out_chunk_cols, out_chunks: columns of O in 128 bytes, chunks of the tile
     out_region: where the O tile is staged: over "q" when it has Q's size, else over the "merge_o" of two warpgroups, else in "out"
     merge_bytes: what the warpgroups hand each other in the level-2 merge, O f32; 0 for one warpgroup
+    max_cluster, max_slice: CTAs of a cluster that merges partitions, at most (1: none does), and O blocks that one of them merges
     max_partitions: most partitions of the keys; block_floats: of an O block of all lanes
     piece_blocks, piece_bytes: O blocks that pass through a ring slot at once when partitions are merged
     smem_map: offsets and sizes in bytes
@@ -95,6 +97,8 @@ class Sm90Geometry(Geometry):
     out_region: str
     merge_bytes: int
     max_partitions: int
+    max_cluster: int
+    max_slice: int
     block_floats: int
     piece_blocks: int
     piece_bytes: int
@@ -145,6 +149,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     if not config.shared_key:
         return _derive_key_split(config)
     shape = common(config)
+    # One keeps up with the memory at every tile size, and then a second one only adds a merge.
+    shape["warpgroups"] = config.warpgroups or 1
     depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
     has_kernel = config.m_pack == 4
     tile_rows = shape["tile_rows"]
@@ -181,6 +187,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
                 ("mbar_q_full", q_buffers * MBARRIER_BYTES),
                 ("mbar_q_empty", q_buffers * MBARRIER_BYTES),
                 ("mbar_verdict", warpgroups * MBARRIER_BYTES),
+                ("mbar_ready", MBARRIER_BYTES if warpgroups == 1 else 0),
+                ("mbar_read", MBARRIER_BYTES if warpgroups == 1 else 0),
             ]
         )
 
@@ -213,6 +221,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     stmatrix_matrices = min(4, lane_rows)
     kept_blocks = -(-depth // MMA_M // warpgroups)
     block_floats = tile_rows // 2 * WARPGROUP_THREADS
+    # A CTA stages O in its ring for the others, and each merges whole blocks.
+    stages_o = warpgroups == 1 and ring_slots * slot_bytes >= tile_rows * depth * F32_BYTES
+    max_cluster = min(MAX_CLUSTER, depth // MMA_M) if stages_o else 1
     piece_blocks = max(1, min(slot_bytes // (block_floats * F32_BYTES), kept_blocks))
 
     return Sm90Geometry(
@@ -222,7 +233,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         ring_slots=ring_slots,
         slot_bytes=slot_bytes,
         smem_bytes=smem_bytes,
-        mbarriers=2 * ring_slots + 2 * q_buffers + warpgroups,
+        mbarriers=2 * ring_slots + 2 * q_buffers + warpgroups + (2 if warpgroups == 1 else 0),
         tmem_columns=0,
         tmem_columns_allocated=0,
         threads=warpgroups * WARPGROUP_THREADS + producer_warps * WARP_THREADS,
@@ -255,6 +266,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         out_region=out_region,
         merge_bytes=merge_bytes,
         max_partitions=MAX_PARTITIONS,
+        max_cluster=max_cluster,
+        max_slice=max(1, depth // MMA_M // 2),
         block_floats=block_floats,
         piece_blocks=piece_blocks,
         piece_bytes=piece_blocks * block_floats * F32_BYTES,
@@ -315,8 +328,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     warp_rows = min(tile_rows, WARP_THREADS)
     merge_row_quads = partial_floats // 4 // WARPGROUP_THREADS
     key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
-    # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too few
-    # registers, and setmaxnreg gives back what producers do not need.
+    # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too
+    # few registers, and setmaxnreg gives back what producers do not need.
     producer_warps = -(-(m_pack + 1) // 4) * 4
     producer_registers = 40 if producer_warps > 4 else 0
     return Sm90KeySplitGeometry(
@@ -359,6 +372,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         out_region="out",
         merge_bytes=0,
         max_partitions=MAX_PARTITIONS,
+        max_cluster=1,
+        max_slice=0,
         block_floats=0,
         piece_blocks=0,
         piece_bytes=0,

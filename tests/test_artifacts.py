@@ -49,12 +49,14 @@ def test_the_full_kernel_comes_with_its_launch_facts(tmp_path: Path) -> None:
     assert path == tmp_path / "d512" / "sm_90a"
     assert {"attention.cu", "attention.ptx"} <= set(tree.files)
     manifest = json.loads((path / "manifest.json").read_text())
-    entry = manifest["kernels"]["fa4_attention_d512_m4r32_sk_bf16_sm90a"]
-    assert entry["file"] == "attention.cu"
-    assert entry["registers"] > 0
-    assert entry["spill_store_bytes"] == entry["spill_load_bytes"] == 0
-    assert entry["smem_bytes"] == derive(load_shipped("d512"), "sm_90a").smem_bytes
-    assert all({"name", "type", "meaning"} <= set(argument) for argument in entry["arguments"])
+    for rows in (8, 16, 32):
+        entry = manifest["kernels"][f"fa4_attention_d512_m4r32_sk_bf16_t{rows}_sm90a"]
+        assert entry["file"] == "attention.cu"
+        assert entry["tile_rows"] == rows
+        assert entry["registers"] > 0
+        assert entry["spill_store_bytes"] == entry["spill_load_bytes"] == 0
+        assert entry["smem_bytes"] == derive(load_shipped("d512").model_copy(update={"tile_rows": rows}), "sm_90a").smem_bytes
+        assert all({"name", "type", "meaning"} <= set(argument) for argument in entry["arguments"])
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

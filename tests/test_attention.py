@@ -24,7 +24,7 @@ from fa4gen.codegen.attention import (
     fixed_split,
     tiling,
 )
-from fa4gen.codegen.backends import Launch
+from fa4gen.codegen.backends import Compiled, Launch
 from fa4gen.codegen.backends.cuda import CudaBackend, DeviceArray
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, parse_config
@@ -36,7 +36,7 @@ SHAPES = [(depth, rows, warpgroups) for depth in (64, 128, 256, 512) for rows in
 
 
 def config(depth: int = 64, tile_rows: int | None = 8, warpgroups: int = 1, **fields: Any) -> Config:
-    fields = {"ov_depth": depth, "tile_rows": tile_rows, "warpgroups": warpgroups, **fields}
+    fields = {"ov_depth": depth, "tile_rows": tile_rows, "warpgroups": warpgroups, "rescale": "eager", **fields}
     given = {key: value for key, value in fields.items() if value is not None}
     return parse_config({"name": "t", "shared_key": True, "arch": ["sm_90a"]} | given)
 
@@ -194,7 +194,7 @@ def test_partitions_cover_the_keys(depth, tile_rows, key_tiles, query_tiles, cta
 
 @pytest.mark.parametrize(
     ("key_tiles", "query_tiles", "partitions"),
-    [(128, 64, 2), (32, 256, 1), (512, 4, 32), (64, 512, 1), (1, 1, 1), (8, 1, 8), (32, 1, 16)],
+    [(128, 64, 2), (32, 256, 1), (512, 4, 27), (64, 512, 1), (1, 1, 1), (128, 1, 32), (512, 1, 32)],
 )
 def test_auto_split_picks_what_was_measured_best(key_tiles, query_tiles, partitions):
     assert auto_split(geometry(config(512)), key_tiles, query_tiles, 132).partitions == partitions
@@ -258,6 +258,12 @@ CASES: list[tuple[dict[str, Any], tuple[int, int, int, int, int], dict[str, Any]
     ({"warpgroups": 2, "depth": 256, "tile_rows": 16}, (1, 1, 250, 16, 1), {"partition_keys": 64, "ctas": 1}),
     ({"warpgroups": 2, "depth": 512, "tile_rows": 32}, (1, 4, 200, 8, 1), {}),
     ({"tile_rows": None, "warpgroups": 1}, (2, 1, 150, 5, 1), {"ctas": 1}),
+    # Clusters: one that has all partitions, some without keys; several a query tile; several query tiles one after another.
+    ({"depth": 128}, (1, 1, 200, 8, 1), {"partition_keys": 128}),
+    ({"depth": 128, "rescale": "lazy"}, (1, 3, 520, 6, 2), {"partition_keys": 128, "ctas": 2}),
+    ({"depth": 256, "mask": "causal", "use_fma": False}, (1, 5, 200, 4, 1), {"partition_keys": 64, "ctas": 4}),
+    ({"depth": 256, "tile_rows": 32, "out_dtype": "float32"}, (1, 4, 520, 8, 1), {"partition_keys": 64, "ctas": 4}),
+    ({"depth": 512, "tile_rows": 8, "mask": "causal"}, (2, 2, 1100, 4, 1), {"partition_keys": 64, "ctas": 8}),
     ({"tile_rows": None, "warpgroups": 2}, (1, 3, 260, 5, 1), {"partition_keys": 128}),
     ({"warpgroups": 1, "depth": 512, "tile_rows": 8, "ring_slots": 2}, (1, 1, 190, 8, 1), {"partition_keys": 128}),
 ]
@@ -402,6 +408,43 @@ MUTANTS = {
     ),
     "padding rows of Q are left as they are": ("if (unit / 8 % Tile::ROWS >= used_rows)", "if (unit / 8 % Tile::ROWS > Tile::ROWS)"),
 }
+
+
+CLUSTER_MUTANTS = {
+    "what a cluster stages is read before it is there": ("    wait_cluster(at.smem + Tile::READY_OFFSET, parity);\n", ""),
+    "a warp's part is announced before it is staged": (
+        "to the cluster.\n    ptx_bar_sync(TILE_BARRIER, 128);",
+        "to the cluster.",
+    ),
+    "the ring is refilled while others read it": ("            wait_cluster(smem + Tile::READ_OFFSET, verdict_parity);\n", ""),
+    "a CTA goes on while others read what it staged": ("    wait_cluster(at.smem + Tile::READ_OFFSET, parity);\n", ""),
+    "reads are not waited for before the ring goes back": (
+        "which release them all.\n    ptx_bar_sync(TILE_BARRIER, 128);\n    const unsigned thread",
+        "which release them all.\n    const unsigned thread",
+    ),
+    "mbarriers of others are used before they are initialised": ("    if (p.cluster > 1) ptx_barrier_cluster_relaxed();\n", ""),
+    "a slice is announced before it is written": (
+        "ptx_bar_sync(TILE_BARRIER, 128);\n    if (at.warp == 0 && ptx_elect_sync()) last[0]",
+        "if (at.warp == 0 && ptx_elect_sync()) last[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", CLUSTER_MUTANTS)
+def test_a_removed_safeguard_of_a_cluster_shows(mutant):
+    old, new = CLUSTER_MUTANTS[mutant]
+    c = config(128, ring_slots=2)
+    assert source(c).count(old) == 1
+    modules = [compiled(source(c).replace(old, new)), compiled(source(c))]
+
+    # 2 partitions are a cluster, 16 are 8 clusters.
+    runs = [(seed, keys) for seed in range(3) for keys in (120, 1020)]
+
+    def shown(module: Compiled, seed: int, keys: int) -> bool:
+        return shows(module, Problem(c, 2, 1, keys, 8, 2), seed, ctas=2, partition_keys=64)
+
+    assert any(shown(modules[0], *run) for run in runs)
+    assert not any(shown(modules[1], *run) for run in runs[:2])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

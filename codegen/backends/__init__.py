@@ -28,6 +28,7 @@ class Launch:
 
     args, in the order of the entry's parameters: an array is passed as a pointer (and written in place), a numpy scalar by value, bytes
     as a by-value struct, a TensorMap as the 128-byte object that TMA reads; Uninitialized(array) is an output nobody has written yet.
+    cluster: CTAs of a cluster along x; 1: a launch without clusters.
     """
 
     entry: str
@@ -35,6 +36,7 @@ class Launch:
     block: tuple[int, int, int]
     smem_bytes: int
     args: Sequence[Argument]
+    cluster: int = 1
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,31 @@ class CudaBackend:
         start = _call(driver.cuEventCreate(0), "cuEventCreate")
         end = _call(driver.cuEventCreate(0), "cuEventCreate")
         _call(driver.cuEventRecord(start, 0), "cuEventRecord")
-        _call(driver.cuLaunchKernel(function, *launch.grid, *launch.block, launch.smem_bytes, 0, pointers, 0), f"{launch.entry}: launch")
+        _launch(driver, function, launch, pointers, 0)
         _call(driver.cuEventRecord(end, 0), "cuEventRecord")
         self.wait(end, launch.entry)
         seconds = self.seconds_between(start, end)
         driver.cuEventDestroy(start)
         driver.cuEventDestroy(end)
         return seconds
+
+
+def _launch(driver: Any, function: Any, launch: Launch, pointers: int, stream: Any) -> None:
+    what = f"{launch.entry}: launch"
+    if launch.cluster == 1:
+        _call(driver.cuLaunchKernel(function, *launch.grid, *launch.block, launch.smem_bytes, stream, pointers, 0), what)
+        return
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes = launch.smem_bytes
+    config.hStream = driver.CUstream(int(stream))
+    config.attrs = [cluster]
+    config.numAttrs = 1
+    _call(driver.cuLaunchKernelEx(config, function, pointers, 0), what)
 
 
 class DeviceArray:
@@ -211,8 +229,7 @@ class PreparedLaunch:
     def enqueue(self, stream: Any = 0) -> None:
         launch = self.launch
         pointers = ctypes.addressof(self._pointers)
-        result = self._driver.cuLaunchKernel(self._function, *launch.grid, *launch.block, launch.smem_bytes, stream, pointers, 0)
-        _call(result, f"{launch.entry}: launch")
+        _launch(self._driver, self._function, launch, pointers, stream)
 
     def free(self) -> None:
         """Frees what was copied for this launch; resident arrays stay."""

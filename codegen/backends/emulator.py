@@ -33,6 +33,7 @@ class EmulatorBackend:
                 seed=self.seed,
                 check=self.check,
                 progress=progress,
+                cluster=(launch.cluster, 1, 1),
             )
         except (PtxError, LaunchError) as error:
             raise BackendError(f"{launch.entry}: {error}") from error

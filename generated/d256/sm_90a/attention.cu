@@ -2,7 +2,7 @@
 //
 // Generated from templates/kernels/attention_sm90a.cu.j2 for config d256 on sm_90a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d256
+//     fa4gen emit --config d256.yaml
 //
 // One CTA works on tiles of n query rows (positions x heads of one KV head), 256 deep, over key tiles of 64 keys. Both MMAs have their
 // operands swapped, so that the few query rows are N and the keys, then the depth, are M:
@@ -10,61 +10,59 @@
 //     O^T[256 depth x n rows] += V^T . P^T       A = V as loaded (MN-major), B = P (K-major)
 // There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
 // The four warps of a consumer warpgroup hold four key slices of S^T and four depth bands of O^T (16 of every 64). They share the key tile,
-// so they agree on row maxima with every key tile (fa4_ws_exchange4_max) and on row
+// so they agree on row maxima when a row has outgrown the last ones (fa4_ws_exchange4_max) and on row
 // sums once, at the end (fa4_ws_exchange4_add).
-// The two consumer warpgroups take every other key tile, each with a ring, a softmax state and an O of its own; they merge at the end.
 //
-// Roles: 2 consumer warpgroups (attend), then 2 warps that fill their rings of K and V (load_keys_values), a warp for Q (load_queries), and
-// one without a role.
+// Roles: 1 consumer warpgroup (attend), then a warp that fills its ring of K and V (load_keys_values) and a warp for Q (load_queries).
 //
 // Shared memory of 8 rows, bytes:
 //           0  196608  ring
 //      196608    8192  q
-//      204800    4096  p
-//      208896    8192  merge_o
-//      217088     512  merge_ml
-//      217600    2048  exchange
-//      219648    8192  weights
-//      227840      16  last
-//      227856      96  mbar_full
-//      227952      96  mbar_empty
-//      228048      16  mbar_q_full
-//      228064      16  mbar_q_empty
-//      228080      16  mbar_verdict
-//      228096 in all
+//      204800    2048  p
+//      206848    2048  exchange
+//      208896    8192  weights
+//      217088      16  last
+//      217104      96  mbar_full
+//      217200      96  mbar_empty
+//      217296      16  mbar_q_full
+//      217312      16  mbar_q_empty
+//      217328       8  mbar_verdict
+//      217336       8  mbar_ready
+//      217344       8  mbar_read
+//      217352 in all
 // Shared memory of 16 rows, bytes:
-//           0  163840  ring
-//      163840   16384  q
-//      180224    8192  p
-//      188416   16384  merge_o
-//      204800     512  merge_ml
-//      205312    2048  exchange
-//      207360    8192  weights
-//      215552      16  last
-//      215568      80  mbar_full
-//      215648      80  mbar_empty
-//      215728      16  mbar_q_full
-//      215744      16  mbar_q_empty
-//      215760      16  mbar_verdict
-//      215776 in all
+//           0  196608  ring
+//      196608   16384  q
+//      212992    4096  p
+//      217088    2048  exchange
+//      219136    8192  weights
+//      227328      16  last
+//      227344      96  mbar_full
+//      227440      96  mbar_empty
+//      227536      16  mbar_q_full
+//      227552      16  mbar_q_empty
+//      227568       8  mbar_verdict
+//      227576       8  mbar_ready
+//      227584       8  mbar_read
+//      227592 in all
 // Shared memory of 32 rows, bytes:
-//           0  131072  ring
-//      131072   32768  q
-//      163840   16384  p
-//      180224   32768  merge_o
-//      212992     512  merge_ml
-//      213504    2048  exchange
-//      215552    8192  weights
-//      223744      16  last
-//      223760      64  mbar_full
-//      223824      64  mbar_empty
-//      223888      16  mbar_q_full
-//      223904      16  mbar_q_empty
-//      223920      16  mbar_verdict
-//      223936 in all
+//           0  180224  ring
+//      180224   32768  q
+//      212992    8192  p
+//      221184    2048  exchange
+//      223232    8192  weights
+//      231424      16  last
+//      231440      88  mbar_full
+//      231528      88  mbar_empty
+//      231616      16  mbar_q_full
+//      231632      16  mbar_q_empty
+//      231648       8  mbar_verdict
+//      231656       8  mbar_ready
+//      231664       8  mbar_read
+//      231672 in all
 //
-// Barriers: 0, 1 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2, 3 P or O of a
-// warpgroup is in shared memory; 4 what the two warpgroups do together.
+// Barriers: 0 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2 P or O of a
+// warpgroup is in shared memory.
 
 typedef unsigned short fa4_bf16;  // the bits of a bfloat16
 typedef unsigned short fa4_f16;   // the bits of a float16
@@ -74,8 +72,8 @@ struct alignas(64) fa4_tensor_map {
 
 constexpr unsigned BLOCK_KEYS = 64;     // keys of a key tile: M of S^T, K of O^T
 constexpr unsigned DEPTH = 256;          // of a head
-constexpr unsigned WARPGROUPS = 2;      // consumers
-constexpr unsigned THREADS = 384;
+constexpr unsigned WARPGROUPS = 1;      // consumers
+constexpr unsigned THREADS = 192;
 constexpr unsigned O_BLOCKS = 4;        // DEPTH / 64
 constexpr unsigned K_STEPS = 4;         // wgmma along 64 of K: 64 / 16
 // Swizzled tiles: pieces of [rows][128 bytes], "chunks". The 16-byte unit u of row r lies at unit u ^ (r % 8).
@@ -87,8 +85,10 @@ constexpr unsigned P_BUFFERS = 2;
 constexpr unsigned OUT_CHUNKS = 4;      // 128-byte wide chunks of the O tile
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
-constexpr unsigned KEPT_BLOCKS = 2;     // O blocks that warpgroup 0 finishes; warpgroup 1 finishes the others
+constexpr unsigned KEPT_BLOCKS = 4;     // O blocks that warpgroup 0 finishes
 constexpr unsigned MBARRIER_BYTES = 8;
+constexpr unsigned MAX_CLUSTER = 4;
+constexpr unsigned MAX_SLICE = 2;       // O blocks of a CTA where a cluster has merged its partitions
 static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
 // What depends on the rows of a tile.
 // ROWS           query rows, the N of both MMAs
@@ -102,7 +102,7 @@ static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, 
 //                in the accumulators, PIECE_BLOCKS blocks at a time, which fill at most a slot
 // WEIGHTS        [64 partitions][32 lanes] float
 // LAST           whether this CTA merges the partitions, for the consumers and each producer
-// FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]
+// FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]; READY, READ: 1 each
 struct Tile8 {
     static constexpr unsigned ROWS = 8;
     static constexpr unsigned FRAGMENT = 4;
@@ -111,27 +111,27 @@ struct Tile8 {
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
     static constexpr unsigned RING_SLOTS = 12;
-    static constexpr unsigned SLOTS_PER_RING = 6;
+    static constexpr unsigned SLOTS_PER_RING = 12;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 4096;
     static constexpr unsigned Q_BUFFERS = 2;
     static constexpr unsigned BLOCK_FLOATS = 512;
-    static constexpr unsigned PIECE_BLOCKS = 2;
-    static constexpr unsigned PIECE_BYTES = 4096;
+    static constexpr unsigned PIECE_BLOCKS = 4;
+    static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned RING_OFFSET = 0;
     static constexpr unsigned Q_OFFSET = 196608;
     static constexpr unsigned P_OFFSET = 204800;
-    static constexpr unsigned MERGE_O_OFFSET = 208896;
-    static constexpr unsigned MERGE_ML_OFFSET = 217088;
-    static constexpr unsigned EXCHANGE_OFFSET = 217600;
-    static constexpr unsigned WEIGHTS_OFFSET = 219648;
-    static constexpr unsigned LAST_OFFSET = 227840;
-    static constexpr unsigned FULL_OFFSET = 227856;
-    static constexpr unsigned EMPTY_OFFSET = 227952;
-    static constexpr unsigned Q_FULL_OFFSET = 228048;
-    static constexpr unsigned Q_EMPTY_OFFSET = 228064;
-    static constexpr unsigned VERDICT_OFFSET = 228080;
+    static constexpr unsigned EXCHANGE_OFFSET = 206848;
+    static constexpr unsigned WEIGHTS_OFFSET = 208896;
+    static constexpr unsigned LAST_OFFSET = 217088;
+    static constexpr unsigned FULL_OFFSET = 217104;
+    static constexpr unsigned EMPTY_OFFSET = 217200;
+    static constexpr unsigned Q_FULL_OFFSET = 217296;
+    static constexpr unsigned Q_EMPTY_OFFSET = 217312;
+    static constexpr unsigned VERDICT_OFFSET = 217328;
+    static constexpr unsigned READY_OFFSET = 217336;
+    static constexpr unsigned READ_OFFSET = 217344;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -140,28 +140,28 @@ struct Tile16 {
     static constexpr unsigned LANE_ROWS_LOG2 = 2;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 10;
-    static constexpr unsigned SLOTS_PER_RING = 5;
+    static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned SLOTS_PER_RING = 12;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 8192;
     static constexpr unsigned Q_BUFFERS = 2;
     static constexpr unsigned BLOCK_FLOATS = 1024;
-    static constexpr unsigned PIECE_BLOCKS = 2;
-    static constexpr unsigned PIECE_BYTES = 8192;
+    static constexpr unsigned PIECE_BLOCKS = 4;
+    static constexpr unsigned PIECE_BYTES = 16384;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 163840;
-    static constexpr unsigned P_OFFSET = 180224;
-    static constexpr unsigned MERGE_O_OFFSET = 188416;
-    static constexpr unsigned MERGE_ML_OFFSET = 204800;
-    static constexpr unsigned EXCHANGE_OFFSET = 205312;
-    static constexpr unsigned WEIGHTS_OFFSET = 207360;
-    static constexpr unsigned LAST_OFFSET = 215552;
-    static constexpr unsigned FULL_OFFSET = 215568;
-    static constexpr unsigned EMPTY_OFFSET = 215648;
-    static constexpr unsigned Q_FULL_OFFSET = 215728;
-    static constexpr unsigned Q_EMPTY_OFFSET = 215744;
-    static constexpr unsigned VERDICT_OFFSET = 215760;
+    static constexpr unsigned Q_OFFSET = 196608;
+    static constexpr unsigned P_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 217088;
+    static constexpr unsigned WEIGHTS_OFFSET = 219136;
+    static constexpr unsigned LAST_OFFSET = 227328;
+    static constexpr unsigned FULL_OFFSET = 227344;
+    static constexpr unsigned EMPTY_OFFSET = 227440;
+    static constexpr unsigned Q_FULL_OFFSET = 227536;
+    static constexpr unsigned Q_EMPTY_OFFSET = 227552;
+    static constexpr unsigned VERDICT_OFFSET = 227568;
+    static constexpr unsigned READY_OFFSET = 227576;
+    static constexpr unsigned READ_OFFSET = 227584;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -170,8 +170,8 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 8;
-    static constexpr unsigned SLOTS_PER_RING = 4;
+    static constexpr unsigned RING_SLOTS = 11;
+    static constexpr unsigned SLOTS_PER_RING = 11;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 16384;
@@ -180,22 +180,21 @@ struct Tile32 {
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 16384;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 131072;
-    static constexpr unsigned P_OFFSET = 163840;
-    static constexpr unsigned MERGE_O_OFFSET = 180224;
-    static constexpr unsigned MERGE_ML_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 213504;
-    static constexpr unsigned WEIGHTS_OFFSET = 215552;
-    static constexpr unsigned LAST_OFFSET = 223744;
-    static constexpr unsigned FULL_OFFSET = 223760;
-    static constexpr unsigned EMPTY_OFFSET = 223824;
-    static constexpr unsigned Q_FULL_OFFSET = 223888;
-    static constexpr unsigned Q_EMPTY_OFFSET = 223904;
-    static constexpr unsigned VERDICT_OFFSET = 223920;
+    static constexpr unsigned Q_OFFSET = 180224;
+    static constexpr unsigned P_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 221184;
+    static constexpr unsigned WEIGHTS_OFFSET = 223232;
+    static constexpr unsigned LAST_OFFSET = 231424;
+    static constexpr unsigned FULL_OFFSET = 231440;
+    static constexpr unsigned EMPTY_OFFSET = 231528;
+    static constexpr unsigned Q_FULL_OFFSET = 231616;
+    static constexpr unsigned Q_EMPTY_OFFSET = 231632;
+    static constexpr unsigned VERDICT_OFFSET = 231648;
+    static constexpr unsigned READY_OFFSET = 231656;
+    static constexpr unsigned READ_OFFSET = 231664;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
-constexpr unsigned MERGE_BARRIER = 4;  // both warpgroups
 // Matrix descriptors: 128-byte swizzle, 1,024 bytes between groups of 8 rows (K-major) or of 8 keys (MN-major); the leading offset is
 // unused. Addresses are in units of 16 bytes and never carry out of their 14 bits.
 constexpr unsigned DESCRIPTOR_HIGH = 1u << 30 | 1024 / 16;
@@ -204,6 +203,7 @@ constexpr unsigned DESCRIPTOR_UNIT = 16;
 constexpr unsigned K_STEP_UNITS = 2;    // 16 elements along a K-major row: 32 bytes
 constexpr unsigned V_STEP_UNITS = 128;  // 16 keys down an MN-major chunk: 2,048 bytes
 constexpr unsigned CHUNK_UNITS = 512;   // a chunk of 64 keys x 128 bytes
+constexpr float LAZY_LIMIT = 8.0f;  // a probability may reach 2^8 before its row's maximum is renewed
 constexpr float LOG2E = 1.44269504f;
 constexpr float LN2 = 0.69314718f;
 constexpr float MINUS_INFINITY = __builtin_bit_cast(float, 0xff800000u);
@@ -451,6 +451,59 @@ __device__ __forceinline__ void ptx_bulk_load(unsigned destination, const void* 
                  : "memory");
 }
 
+// CTAs of the cluster; 1 in a launch without clusters. PTX ISA "%cluster_nctarank".
+__device__ __forceinline__ unsigned ptx_cluster_nctarank() {
+    unsigned size;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+// The barrier of all threads of the cluster. Arrivals release nothing by themselves: a fence before them says what. PTX ISA "barrier.cluster".
+__device__ __forceinline__ void ptx_barrier_cluster_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The shared::cluster address of `address`, one of this CTA's own shared memory, in the CTA of that rank. PTX ISA "mapa".
+__device__ __forceinline__ unsigned ptx_mapa(unsigned address, unsigned rank) {
+    unsigned remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// Loads from the shared memory of any CTA of the cluster. PTX ISA "ld", .shared::cluster.
+__device__ __forceinline__ float ptx_ld_cluster(unsigned address) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float4 ptx_ld_cluster_v4(unsigned address) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 { %0, %1, %2, %3 }, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+// One arrival at an mbarrier of any CTA of the cluster; releases this thread's earlier accesses to all of them. PTX ISA "mbarrier.arrive".
+__device__ __forceinline__ void ptx_mbarrier_arrive_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// As mbarrier_try_wait, and acquires what threads of other CTAs of the cluster have released. PTX ISA "mbarrier.try_wait".
+__device__ __forceinline__ bool ptx_mbarrier_try_wait_cluster(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{\n\t.reg .pred complete;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, complete;\n\t}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Orders ordinary accesses to global memory before this fence, of this thread or seen by it, with those of the copy engine after it.
 // PTX ISA "fence.proxy".
 __device__ __forceinline__ void ptx_fence_proxy_async_global() {
@@ -485,16 +538,18 @@ __device__ __forceinline__ unsigned ptx_cvt_bf16x2(float low, float high) {
     return d;
 }
 
-// Raises the register limit of every warp of this warpgroup to `count`, waiting until they are free. PTX ISA "setmaxnreg".
-template <int count>
-__device__ __forceinline__ void ptx_setmaxnreg_inc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
-}
-
-// Lowers the register limit of every warp of this warpgroup to `count` and gives the rest back. PTX ISA "setmaxnreg".
-template <int count>
-__device__ __forceinline__ void ptx_setmaxnreg_dec() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+// As bar.sync, and returns to all of them whether `predicate` holds in any of the `threads` threads. PTX ISA "bar.red".
+__device__ __forceinline__ bool ptx_bar_red_or(unsigned id, unsigned threads, bool predicate) {
+    unsigned any;
+    asm volatile(
+        "{\n\t.reg .pred mine, any;\n\t"
+        "setp.ne.b32 mine, %3, 0;\n\t"
+        "bar.red.or.pred any, %1, %2, mine;\n\t"
+        "selp.u32 %0, 1, 0, any;\n\t}"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"((unsigned)predicate)
+        : "memory");
+    return any != 0;
 }
 
 // Waits until `threads` threads (whole warps) have arrived at barrier `id` of this CTA; orders their shared-memory accesses.
@@ -576,11 +631,13 @@ struct Problem {
     unsigned q_tiles;             // tiles of one KV head
     unsigned partition_tiles;     // key tiles of a partition
     unsigned partitions;          // of every query tile; those past its last key have no work
+    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
 };
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
-                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows) {
+                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
+                                            unsigned cluster = 1) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
     p.tile_positions = tile_rows / p.tile_heads;
@@ -588,6 +645,7 @@ __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsi
     p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
+    p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
     return p;
 }
@@ -604,11 +662,13 @@ struct Item {
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
-    // The KV head runs fastest: CTAs side by side read neighbouring memory.
-    item.kv_head = index % p.kv_heads;
-    const unsigned tile = index / p.kv_heads % p.q_tiles;
-    item.partition = index / p.kv_heads / p.q_tiles % p.partitions;
-    item.batch = index / p.kv_heads / p.q_tiles / p.partitions;
+    // The KV head runs fastest: clusters side by side read neighbouring memory.
+    const unsigned unit = index / p.cluster;
+    const unsigned groups = p.partitions / p.cluster;
+    item.kv_head = unit % p.kv_heads;
+    const unsigned tile = unit / p.kv_heads % p.q_tiles;
+    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
+    item.batch = unit / p.kv_heads / p.q_tiles / groups;
     item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
     item.position = tile / p.tiles_per_position * p.tile_positions;
     item.head = tile % p.tiles_per_position * p.tile_rows;
@@ -619,6 +679,11 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
+}
+
+// Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
+__device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
+    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
 }
 
 // --- rings -----------------------------------------------------------------------------------------------------------
@@ -675,16 +740,19 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) {
-    // With one key tile (or none) warpgroup 1 has nothing: warpgroup 0 finishes alone and no barrier is shared.
-    const bool merged = item.end_tile > item.first_tile + 1;
-    return Share{warpgroup == 0, merged ? warpgroup == 1 : warpgroup == 0, merged ? MERGE_BARRIER : TILE_BARRIER, merged ? 256u : 128u};
+    return Share{true, true, TILE_BARRIER, 128};
+}
+
+__device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity) {
+    while (!ptx_mbarrier_try_wait_cluster(mbarrier, parity)) {
+    }
 }
 
 // --- producers -------------------------------------------------------------------------------------------------------
 
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
 // partitions of a query tile, their O. One thread runs it.
-// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
+// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it), or `read` in a cluster (hand_back).
 // Signals: `full` of the slot, by the copy's bytes.
 template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
@@ -697,7 +765,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
+        if (!has_work(p, item)) continue;
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
 #pragma unroll 1
             for (unsigned part = 0; part < 2 * TILE_SLOTS; ++part) {
@@ -712,6 +780,13 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
         }
         const Share share = share_of(item, warpgroup);
         if (item.used == 1 || !share.any()) continue;
+        if (p.cluster > 1) {
+            // The consumers stage O in the ring for the cluster. The arrival keeps them from getting two items ahead of this wait.
+            ptx_mbarrier_arrive(smem + Tile::READ_OFFSET);
+            wait_cluster(smem + Tile::READ_OFFSET, verdict_parity);
+            verdict_parity ^= 1;
+            continue;
+        }
         wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
         if (!reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup]) continue;
@@ -740,7 +815,7 @@ __device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
+        if (!has_work(p, item)) continue;
         const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
         wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
         ptx_mbarrier_arrive_expect_tx(full, bytes);
@@ -841,7 +916,7 @@ struct Place {
 // Softmax state of a tile: of one query row a lane (the row of reduce_rows), and of the fragment rows.
 template <class Tile>
 struct Rows {
-    float maximum;               // of the row's scores so far; bit-equal in the four warps
+    float maximum;               // agreed on last for the row; bit-equal in the four warps
     float offset[Tile::LANE_ROWS];     // -maximum of each fragment row * scale_log2e, 0 while there is no key
     float sum[Tile::LANE_ROWS];        // of this lane's own probabilities
     unsigned exchange_seq;       // never restarts: see exchange
@@ -953,10 +1028,30 @@ __device__ __forceinline__ float exponent(float score, float offset, float scale
     return __fmaf_rn(score, scale_log2e, offset);
 }
 
-// Turns scores into probabilities, against maxima that include this key tile's.
+// Turns scores into probabilities, against the maxima agreed on last: exact as long as no exponent passes LAZY_LIMIT, since the reference
+// of a softmax cancels. The barrier that hands P over is also the vote on that, so that a tile without growth has no exchange.
+// first: the warpgroup's first key tile of the item. It settles the maxima of all rows: a row that sees no key of it sees none at all.
 template <class Tile>
 __device__ __forceinline__ void softmax(float (&s)[Tile::FRAGMENT], float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Place& at,
-                                        unsigned p_tile, float scale_log2e) {
+                                        unsigned p_tile, bool first, float scale_log2e) {
+    if (!first) {
+        float probability[Tile::FRAGMENT];
+        float top = MINUS_INFINITY;
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
+            const float x = exponent(s[r], rows.offset[r / 4 * 2 + r % 2], scale_log2e);
+            top = fmaxf(top, x);
+            probability[r] = ptx_ex2_approx_ftz(x);
+        }
+        store_fragment<Tile, pack_p>(probability, p_tile, at.warp, at.lane);
+        ptx_fence_proxy_async();
+        // Orders the four warps' parts of P before the MMAs that read them; the vote is the same in every thread.
+        if (!ptx_bar_red_or(TILE_BARRIER + at.warpgroup, 128, top > LAZY_LIMIT)) {
+#pragma unroll
+            for (unsigned r = 0; r < Tile::FRAGMENT; ++r) rows.sum[r / 4 * 2 + r % 2] += probability[r];
+            return;
+        }
+    }
     agree_on_maxima(s, o, rows, at, scale_log2e);
 #pragma unroll
     for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
@@ -971,51 +1066,6 @@ __device__ __forceinline__ void softmax(float (&s)[Tile::FRAGMENT], float (&o)[O
 
 __device__ __forceinline__ unsigned pack_out(float low, float high) {
     return ptx_cvt_bf16x2(low, high);
-}
-
-// Level 2: the two warpgroups' O and (m, l) become one, in the blocks that each of them finishes. Both call it, or neither.
-template <class Tile>
-__device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& maximum, float& sum, const Place& at,
-                                                 float scale_log2e) {
-    float4* merge_o = reinterpret_cast<float4*>(at.smem_bytes + Tile::MERGE_O_OFFSET) + at.warp * 32 + at.lane;
-    float2* merge_ml = reinterpret_cast<float2*>(at.smem_bytes + Tile::MERGE_ML_OFFSET) + at.lane;
-    // Orders the reads of the previous item's handover before the writes of this one.
-    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
-#pragma unroll
-    for (unsigned block = 0; block < O_BLOCKS; ++block)
-        if ((block < KEPT_BLOCKS) == (at.warpgroup == 1))
-#pragma unroll
-            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad)
-                merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128] = quad_of<Tile>(o[block], quad);
-    if (at.warp == 0) merge_ml[at.warpgroup * 32] = make_float2(maximum, sum);
-    // Orders both handovers before their reads, and the last Q . K of both warpgroups before O is staged over Q.
-    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
-    const float2 first = merge_ml[0];
-    const float2 second = merge_ml[32];
-    maximum = fmaxf(first.x, second.x);
-    // No key at all: both factors are 2^-inf = 0, and so is the sum.
-    const float offset = maximum == MINUS_INFINITY ? 0.0f : -maximum * scale_log2e;
-    const float first_factor = ptx_ex2_approx_ftz(__fmaf_rn(first.x, scale_log2e, offset));
-    const float second_factor = ptx_ex2_approx_ftz(__fmaf_rn(second.x, scale_log2e, offset));
-    sum = __fmaf_rn(second_factor, second.y, __fmul_rn(first_factor, first.y));
-    float ours[Tile::LANE_ROWS], theirs[Tile::LANE_ROWS];
-#pragma unroll
-    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
-        ours[i] = row_value<Tile>(at.warpgroup == 0 ? first_factor : second_factor, i, at.lane);
-        theirs[i] = row_value<Tile>(at.warpgroup == 0 ? second_factor : first_factor, i, at.lane);
-    }
-#pragma unroll
-    for (unsigned block = 0; block < O_BLOCKS; ++block)
-        if ((block < KEPT_BLOCKS) == (at.warpgroup == 0))
-#pragma unroll
-            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad) {
-                const float4 other = merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128];
-                float* own = &o[block][quad * 4];
-                own[0] = __fmaf_rn(theirs[quad * 2], other.x, __fmul_rn(ours[quad * 2], own[0]));
-                own[1] = __fmaf_rn(theirs[quad * 2 + 1], other.y, __fmul_rn(ours[quad * 2 + 1], own[1]));
-                own[2] = __fmaf_rn(theirs[quad * 2], other.z, __fmul_rn(ours[quad * 2], own[2]));
-                own[3] = __fmaf_rn(theirs[quad * 2 + 1], other.w, __fmul_rn(ours[quad * 2 + 1], own[3]));
-            }
 }
 
 // Writes this partition's O and LSE to the workspace. True in the CTA that is the last of the query tile to do so: it merges all of them.
@@ -1057,7 +1107,7 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
                                                   Cursor& ring, const Share& share, const Workspace& workspace) {
     float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET);
     const float4* from = reinterpret_cast<const float4*>(workspace.lse + item.query_tile * p.partitions * 32);
-    const unsigned thread = (share.threads == 128 ? 0 : at.warpgroup * 128) + at.warp * 32 + at.lane;
+    const unsigned thread = at.warp * 32 + at.lane;
     for (unsigned i = thread; i < item.used * 8; i += share.threads) all[i] = from[i];
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(share.barrier, share.threads);
@@ -1105,19 +1155,175 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
     return top + ptx_lg2_approx_ftz(sum);
 }
 
-// Row sums, the merge of the two warpgroups, normalisation, the merge of the partitions, O and LSE of an item.
-// O is staged where Q was: all of this item's Q . K have been waited for, by both warpgroups.
+// log2 of the LSE of several parts, and what makes the O of one a summand of the whole.
+struct Weights {
+    float top, inverse, log2_lse;
+
+    __device__ __forceinline__ float of(float log2_part) const { return ptx_ex2_approx_ftz(log2_part + top) * inverse; }
+};
+
+// log2_parts(i): the log2 of the LSE of part i.
+template <class Parts>
+__device__ __forceinline__ Weights weigh(unsigned parts, const Parts& log2_parts) {
+    float top = MINUS_INFINITY;
+    for (unsigned i = 0; i < parts; ++i) top = fmaxf(top, log2_parts(i));
+    // No key in any of them: all weights are 2^-inf = 0.
+    const float reference = top == MINUS_INFINITY ? 0.0f : -top;
+    float sum = 0.0f;
+    for (unsigned i = 0; i < parts; ++i) sum += ptx_ex2_approx_ftz(log2_parts(i) + reference);
+    return Weights{reference, sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f, top + ptx_lg2_approx_ftz(sum)};
+}
+
+template <class Tile>
+__device__ __forceinline__ void add_weighted(float (&o)[Tile::FRAGMENT], unsigned quad, const float (&weight)[Tile::LANE_ROWS], const float4& part) {
+    float* own = &o[quad * 4];
+    own[0] = __fmaf_rn(weight[quad * 2], part.x, own[0]);
+    own[1] = __fmaf_rn(weight[quad * 2 + 1], part.y, own[1]);
+    own[2] = __fmaf_rn(weight[quad * 2], part.z, own[2]);
+    own[3] = __fmaf_rn(weight[quad * 2 + 1], part.w, own[3]);
+}
+
+// The first half of the merge in a cluster: its CTAs hold a partition each; afterwards each holds, in o[0 ..], O of all of them in a slice of
+// O_BLOCKS / cluster blocks, the rank-th. Returns the log2 of their LSE.
+// Waits: `ready` (every CTA of the cluster has staged its O). Signals: `ready` of every CTA.
+template <class Tile>
+__device__ __forceinline__ float merge_cluster(float (&o)[O_BLOCKS][Tile::FRAGMENT], float log2_lse, const Problem& p, unsigned rank,
+                                               const Place& at, unsigned parity) {
+    constexpr unsigned QUADS = Tile::FRAGMENT / 4;
+    const unsigned thread = at.warp * 32 + at.lane;
+    // The ring is empty, and stays so: its producer waits for `read`.
+    float4* staged = reinterpret_cast<float4*>(at.smem_bytes + (at.ring - at.smem)) + thread;
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+#pragma unroll
+        for (unsigned quad = 0; quad < QUADS; ++quad) staged[(block * QUADS + quad) * 128] = quad_of<Tile>(o[block], quad);
+    if (at.warp == 0) reinterpret_cast<float*>(at.smem_bytes + Tile::WEIGHTS_OFFSET)[at.lane] = log2_lse;
+    // Orders every thread's part before the arrivals, which release them all to the cluster.
+    ptx_bar_sync(TILE_BARRIER, 128);
+    if (thread < p.cluster) ptx_mbarrier_arrive_cluster(ptx_mapa(at.smem + Tile::READY_OFFSET, thread));
+    wait_cluster(at.smem + Tile::READY_OFFSET, parity);
+
+    float log2_parts[MAX_CLUSTER];
+#pragma unroll
+    for (unsigned r = 0; r < MAX_CLUSTER; ++r)
+        log2_parts[r] = r < p.cluster ? ptx_ld_cluster(ptx_mapa(at.smem + Tile::WEIGHTS_OFFSET + at.lane * 4, r)) : MINUS_INFINITY;
+    float top = log2_parts[0];
+#pragma unroll
+    for (unsigned r = 1; r < MAX_CLUSTER; ++r) top = fmaxf(top, log2_parts[r]);
+    const float reference = top == MINUS_INFINITY ? 0.0f : -top;
+    float sum = 0.0f;
+#pragma unroll
+    for (unsigned r = 0; r < MAX_CLUSTER; ++r) sum += log2_parts[r] = ptx_ex2_approx_ftz(log2_parts[r] + reference);
+    const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
+
+    const unsigned slice = O_BLOCKS / p.cluster;
+#pragma unroll
+    for (unsigned block = 0; block < MAX_SLICE; ++block)
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
+    // In the order of the partitions, so of the keys.
+#pragma unroll
+    for (unsigned r = 0; r < MAX_CLUSTER; ++r)
+        if (r < p.cluster) {
+            float weight[Tile::LANE_ROWS];
+#pragma unroll
+            for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(log2_parts[r] * inverse, row, at.lane);
+            const unsigned parts = ptx_mapa(at.ring, r) + (rank * slice * QUADS * 128 + thread) * 16;
+#pragma unroll
+            for (unsigned block = 0; block < MAX_SLICE; ++block)
+                if (block < slice) {
+                    float4 part[QUADS];
+#pragma unroll
+                    for (unsigned quad = 0; quad < QUADS; ++quad) part[quad] = ptx_ld_cluster_v4(parts + (block * QUADS + quad) * (128 * 16));
+#pragma unroll
+                    for (unsigned quad = 0; quad < QUADS; ++quad) add_weighted<Tile>(o[block], quad, weight, part[quad]);
+                }
+        }
+    return top + ptx_lg2_approx_ftz(sum);
+}
+
+// The second half, where a query tile has several clusters: each CTA hands over its slice in global memory, and the last one of that slice
+// merges them. Returns whether this is the last one.
+template <class Tile>
+__device__ __forceinline__ bool merge_clusters(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& log2_lse, const Problem& p, const Item& item,
+                                               unsigned rank, const Place& at, const Workspace& workspace) {
+    constexpr unsigned QUADS = Tile::FRAGMENT / 4;
+    const unsigned thread = at.warp * 32 + at.lane;
+    const unsigned groups = p.partitions / p.cluster;
+    const unsigned used = (item.used + p.cluster - 1) / p.cluster;
+    const unsigned slice = O_BLOCKS / p.cluster;
+    const unsigned first = item.query_tile * groups;
+    float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)first * (O_BLOCKS * Tile::BLOCK_FLOATS));
+    partial += rank * slice * QUADS * 128 + thread;
+    float4* mine = partial + item.partition / p.cluster * (O_BLOCKS * QUADS * 128);
+#pragma unroll
+    for (unsigned block = 0; block < MAX_SLICE; ++block)
+        if (block < slice)
+#pragma unroll
+            for (unsigned quad = 0; quad < QUADS; ++quad) mine[(block * QUADS + quad) * 128] = quad_of<Tile>(o[block], quad);
+    // Every rank writes the LSE, next to that of the same rank in the other clusters: an arrival releases what its own CTA wrote.
+    float* lse = workspace.lse + (first * p.cluster + rank * groups) * 32;
+    if (at.warp == 0) lse[item.partition / p.cluster * 32 + at.lane] = log2_lse;
+    unsigned* last = reinterpret_cast<unsigned*>(at.smem_bytes + Tile::LAST_OFFSET);
+    // Orders every thread's part of the slice before the arrival, which releases them all.
+    ptx_bar_sync(TILE_BARRIER, 128);
+    if (at.warp == 0 && ptx_elect_sync()) last[0] = arrive_last(workspace.arrived + item.query_tile * p.cluster + rank, workspace.launch, used);
+    // Orders the answer, and with it the other clusters' slices, before every thread's reads.
+    ptx_bar_sync(TILE_BARRIER, 128);
+    if (!last[0]) return false;
+
+    // The first 32 lanes are what other CTAs may still read.
+    float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET) + 8;
+    for (unsigned i = thread; i < used * 8; i += 128) all[i] = reinterpret_cast<const float4*>(lse)[i];
+    // Orders the LSEs' stores to shared memory before their reads.
+    ptx_bar_sync(TILE_BARRIER, 128);
+    const float* staged = reinterpret_cast<const float*>(all) + at.lane;
+    const Weights weights = weigh(used, [&](unsigned i) { return staged[i * 32]; });
+#pragma unroll
+    for (unsigned block = 0; block < MAX_SLICE; ++block)
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
+#pragma unroll(32 / Tile::ROWS)
+    for (unsigned i = 0; i < used; ++i) {
+        const float own = weights.of(staged[i * 32]);
+        float weight[Tile::LANE_ROWS];
+#pragma unroll
+        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(own, row, at.lane);
+        const float4* parts = partial + i * (O_BLOCKS * QUADS * 128);
+#pragma unroll
+        for (unsigned block = 0; block < MAX_SLICE; ++block)
+            if (block < slice)
+#pragma unroll
+                for (unsigned quad = 0; quad < QUADS; ++quad) add_weighted<Tile>(o[block], quad, weight, parts[(block * QUADS + quad) * 128]);
+    }
+    log2_lse = weights.log2_lse;
+    return true;
+}
+
+// Ends the merge in a cluster: once every CTA has read what this one staged, its ring goes back to its producer.
+// Waits: `read` (every CTA has read, and the producer waits as well). Signals: `read` of every CTA.
+template <class Tile>
+__device__ __forceinline__ void hand_back(const Problem& p, const Place& at, unsigned parity) {
+    // The copies that refill a ring belong to the other proxy and could overtake merge_cluster's stores and reads.
+    ptx_fence_proxy_async();
+    // Orders every thread's reads before the arrivals, which release them all.
+    ptx_bar_sync(TILE_BARRIER, 128);
+    const unsigned thread = at.warp * 32 + at.lane;
+    if (thread < p.cluster) ptx_mbarrier_arrive_cluster(ptx_mapa(at.smem + Tile::READ_OFFSET, thread));
+    wait_cluster(at.smem + Tile::READ_OFFSET, parity);
+}
+
+// Row sums, normalisation, the merge of the partitions, O and LSE of an item.
+// O is staged where Q was: all of this item's Q . K have been waited for.
 template <class Tile>
 __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
-                                       unsigned out_tile, float scale_log2e) {
+                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e) {
     // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
     const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
     float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
-    if (!share.any()) return;
-    if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
     const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
     const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
@@ -1135,15 +1341,30 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     }
     // m scale log2(e) + log2(l); without a key both terms are -inf.
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
-    if (item.used > 1) {
+    unsigned first_block = 0, blocks = O_BLOCKS;
+    bool writes_lse = at.warp == 0 && at.warpgroup == 0;
+    const bool in_cluster = item.used > 1 && p.cluster > 1;
+    if (in_cluster) {
+        const unsigned rank = item.partition % p.cluster;
+        const unsigned parity = cluster_parity;
+        cluster_parity ^= 1;
+        log2_lse = merge_cluster<Tile>(o, log2_lse, p, rank, at, parity);
+        if (item.used > p.cluster && !merge_clusters<Tile>(o, log2_lse, p, item, rank, at, workspace)) {
+            hand_back<Tile>(p, at, parity);
+            return;
+        }
+        blocks = O_BLOCKS / p.cluster;
+        first_block = rank * blocks;
+        writes_lse = writes_lse && rank == 0;
+    } else if (item.used > 1) {
         if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
         log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
     }
 
 #pragma unroll
     for (unsigned block = 0; block < O_BLOCKS; ++block)
-        if (share.has(block))
-            store_fragment<Tile, pack_out>(o[block], out_tile + block * Tile::Q_CHUNK_BYTES, at.warp, at.lane);
+        if (share.has(block) && block < blocks)
+            store_fragment<Tile, pack_out>(o[block], out_tile + (first_block + block) * Tile::Q_CHUNK_BYTES, at.warp, at.lane);
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
     ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
@@ -1151,7 +1372,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
 #pragma unroll 1
         for (unsigned chunk = 0; chunk < OUT_CHUNKS; ++chunk)
             // Rows of the box outside the tensor are dropped.
-            if (share.has(chunk / CHUNKS_PER_BLOCK))
+            if (share.has(chunk / CHUNKS_PER_BLOCK) && chunk / CHUNKS_PER_BLOCK - first_block < blocks)
                 ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head,
                                  item.batch);
         ptx_bulk_commit_group();
@@ -1164,10 +1385,11 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     const unsigned position = item.position + row / p.tile_heads;
     const unsigned head = item.head + row % p.tile_heads;
     const bool first_lane = (at.lane / 4 & ((8 >> Tile::LANE_ROWS_LOG2) - 1)) == 0;
-    if (at.warp == 0 && at.warpgroup == 0 && first_lane && !padding && position < p.q_len && head < p.group) {
+    if (writes_lse && first_lane && !padding && position < p.q_len && head < p.group) {
         const unsigned long long q_head = (unsigned long long)(item.batch * p.kv_heads + item.kv_head) * p.group + head;
         lse[q_head * p.q_len + position] = log2_lse * LN2;
     }
+    if (in_cluster) hand_back<Tile>(p, at, cluster_parity ^ 1);
 }
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
@@ -1199,10 +1421,11 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float o[O_BLOCKS][Tile::FRAGMENT];
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
+    unsigned cluster_parity = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
+        if (!has_work(p, item)) continue;
         rows.maximum = MINUS_INFINITY;
 #pragma unroll
         for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) rows.offset[i] = rows.sum[i] = 0.0f;
@@ -1223,10 +1446,10 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
             // Two P tiles: a warp ahead writes one while another's MMAs still read the other; with a barrier a tile none is two ahead.
             const unsigned p_tile = at.p_tiles + p_buffer * Tile::Q_CHUNK_BYTES;
             p_buffer ^= 1;
-            softmax(s, o, rows, at, p_tile, scale_log2e);
+            softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup, scale_log2e);
             accumulate<Tile>(o, at, ring, p_tile);
         }
-        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, scale_log2e);
+        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e);
         if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
         q.advance(Tile::Q_BUFFERS);
     }
@@ -1251,7 +1474,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS);
+    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, ptx_cluster_nctarank());
 
     if (warp == 0 && ptx_elect_sync()) {
         for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
@@ -1264,6 +1487,8 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         }
         for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup)
             ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);  // publish
+        ptx_mbarrier_init(smem + Tile::READY_OFFSET, p.cluster);  // merge_cluster of every CTA
+        ptx_mbarrier_init(smem + Tile::READ_OFFSET, p.cluster + 1);  // hand_back of every CTA, and the producer of this one
         ptx_fence_mbarrier_init();
     }
     // Tile rows that no box covers: zeros, once.
@@ -1275,12 +1500,13 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     }
     // Orders the mbarriers' initialisation and the zeros before every role.
     ptx_bar_sync(0, THREADS);
+    // Orders the initialisation, which fence_mbarrier_init has released to the cluster, before the other CTAs' arrivals. Without a cluster
+    // it would be a barrier of all threads of the CTA: no role may meet it alone.
+    if (p.cluster > 1) ptx_barrier_cluster_relaxed();
 
     if (warp < WARPGROUPS * 4) {
-        ptx_setmaxnreg_inc<232>();
-        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E);
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E);
     } else {
-        ptx_setmaxnreg_dec<40>();
         const unsigned producer = warp - WARPGROUPS * 4;
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);

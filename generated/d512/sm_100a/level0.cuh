@@ -2,7 +2,7 @@
 //
 // Generated from templates/functions/level0.cuh.j2 for config d512 on sm_100a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d512
+//     fa4gen emit --config d512.yaml
 #pragma once
 
 #ifndef FA4_FUNCTIONS_ACCUMULATOR_CUH_64
