@@ -2,21 +2,47 @@
 //
 // Generated from templates/kernels/attention_sm90a_ks.cu.j2 for config d128_nofma on sm_90a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d128_nofma
+//     fa4gen emit --config d128_nofma.yaml
 //
-// One CTA works on tiles of 32 query rows (positions x heads of one KV head), 128 deep, over key tiles of 64 keys.
-// The consumer warpgroup is 4 parts of a warp. Part g takes key tiles g, g + 4, ... and keeps
-// maxima, sums and an O of all depth for them. Nothing passes between the parts while the keys last; they are merged at the end
-// (fa4_ws_intracta_combine).
-// A warp multiplies by mma.sync, which leaves each product in the registers that the next one reads:
-//     S[32 rows x 32 keys]  = Q . K^T       A = Q, B = K, both along the depth
-//     O^T[128 depth x 32 rows] += V^T . P^T   A = V, transposed as it is loaded, B = P: two key blocks of S, as they are
+// One CTA works on tiles of n query rows (positions x heads of one KV head), 128 deep, over key tiles of 64 keys. The
+// consumer warpgroup is 4 parts, a warp each. Part g takes key tiles g, g + 4, ... and keeps maxima, sums and an O of all depth for
+// them. Nothing passes between the parts while the keys last; they are merged at the end (fa4_ws_intracta_combine).
+// A warp multiplies n rows by mma.sync, which leaves each product in the registers that the next one reads:
+//     S[rows x keys]     = Q . K^T       A = Q, B = K, both along the depth
+//     O^T[depth x rows] += V^T . P^T     A = V, transposed as it is loaded, B = P: two key blocks of S, as they are
 // In the second the rows are N, so that 8 of them need no padding to 16, and O no registers for it.
+// There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
 //
 // Roles: warps 0 to 3 consume (attend); then 4 warps fill a ring of K and V each, one for each part (load_keys_values), and one
 // loads Q (load_queries). The other warps complete the warpgroups that setmaxnreg asks for.
 //
-// Shared memory, bytes:
+// Shared memory of 8 rows, bytes:
+//           0  131072  ring
+//      131072    4096  q
+//      135168   65536  stage
+//      200704    8192  out
+//      208896    1024  maxsum
+//      209920    2048  weights
+//      211968      64  mbar_full
+//      212032      64  mbar_empty
+//      212096      16  mbar_q_full
+//      212112      16  mbar_q_empty
+//      212128       8  mbar_merge
+//      212136 in all
+// Shared memory of 16 rows, bytes:
+//           0  131072  ring
+//      131072    8192  q
+//      139264   65536  stage
+//      204800    8192  out
+//      212992    1024  maxsum
+//      214016    4096  weights
+//      218112      64  mbar_full
+//      218176      64  mbar_empty
+//      218240      16  mbar_q_full
+//      218256      16  mbar_q_empty
+//      218272       8  mbar_merge
+//      218280 in all
+// Shared memory of 32 rows, bytes:
 //           0  131072  ring
 //      131072   16384  q
 //      147456   65536  stage
@@ -31,11 +57,11 @@
 //      230568 in all
 //
 // mbarriers (arrivals a phase; who arrives -> who waits):
-//     full[8]    1  load_keys_values, and the bytes of the copy -> attend
-//     empty[8]   1  attend, each warp that reads the slot -> load_keys_values
-//     q_full[2]   1  load_queries, and the bytes of the copies -> attend
-//     q_empty[2]  4  attend, each warp once an item -> load_queries
-//     merge      1  the thread that starts the copies of a merge, and their bytes -> merge_partitions
+//     full     1  load_keys_values, and the bytes of the copy -> attend
+//     empty    1  attend, each warp that reads the slot -> load_keys_values
+//     q_full   1  load_queries, and the bytes of the copies -> attend
+//     q_empty  4  attend, each warp once an item -> load_queries
+//     merge    1  the thread that starts the copies of a merge, and their bytes -> merge_partitions
 // Named barriers: 0 once for the whole CTA, before the roles part, then the combine; 1 what else the consumers order among themselves.
 
 typedef unsigned short fa4_bf16;  // the bits of a bfloat16
@@ -44,59 +70,132 @@ struct alignas(64) fa4_tensor_map {
     unsigned char bytes[128];  // as cuTensorMapEncodeTiled made it
 };
 
-// Tile
-constexpr unsigned ROWS = 32;           // of the combine: thread t of the warpgroup stands for row t % ROWS of part t / ROWS
-constexpr unsigned TILE_ROWS = 32;      // those that carry queries
+constexpr unsigned PART_ROWS = 32;      // of the combine: thread t of the warpgroup stands for row t % PART_ROWS of part t / PART_ROWS
 constexpr unsigned BLOCK_KEYS = 64;     // keys of a key tile
 constexpr unsigned DEPTH = 128;         // of a head
 constexpr unsigned PARTS = 4;
 constexpr unsigned PART_WARPS = 1;      // warps of a part
-constexpr unsigned ROW_WARPS = 1;       // those of them whose rows carry queries
 constexpr unsigned THREADS = 384;
 constexpr unsigned CONSUMERS = 128;
-// Fragments of a warp. Lane 4 g + c holds of S rows 16 m + 8 h + g and keys 8 n + 2 c + v in s[m][n][2 h + v], of O^T depth columns
-// 16 d + 8 h + g and rows 8 r + 2 c + v in o[d][r][2 h + v].
-constexpr unsigned ROW_BLOCKS = 4;      // blocks of 8 rows; of a lane's rows in S, number i is 8 i + g
-constexpr unsigned M_TILES = 2;         // blocks of 16 rows
-constexpr unsigned KEY_STEPS = 2;       // steps in which a warp works through a key tile
-constexpr unsigned KEY_BLOCKS = 4;      // blocks of 8 keys of a step
-constexpr unsigned STEP_KEYS = 32;
 constexpr unsigned DEPTH_BLOCKS = 8;    // blocks of 16 depth columns
 // Swizzled tiles: pieces of [rows][128 bytes], "chunks" of 64 depth columns. The 16-byte unit u of row r lies at unit u ^ (r % 8).
 constexpr unsigned SLOT_CHUNKS = 2;     // of a ring slot: a K tile or a V tile
 constexpr unsigned CHUNK_BYTES = 8192;
 constexpr unsigned SLOT_BYTES = 16384;
-constexpr unsigned RING_SLOTS = 8;      // of all rings
-constexpr unsigned SLOTS_PER_RING = 2;  // one ring a part
 constexpr unsigned Q_CHUNKS = 2;
-constexpr unsigned Q_CHUNK_BYTES = 4096;
-constexpr unsigned Q_BYTES = 8192;
-constexpr unsigned Q_BUFFERS = 2;
-// The O tile: [DEPTH / OUT_COLS][ROWS][OUT_COLS], 16 bytes a row of a block.
+// The O tile: [DEPTH / OUT_COLS][PART_ROWS][OUT_COLS], 16 bytes a row of a block.
 constexpr unsigned OUT_COLS = 8;
 constexpr unsigned OUT_BLOCKS = 16;
-constexpr unsigned OUT_BLOCK_BYTES = ROWS * 16;
+constexpr unsigned OUT_BLOCK_BYTES = PART_ROWS * 16;
 constexpr unsigned BAND_COLS = 32;      // depth columns of a row that one part merges
-// Split keys: a partition's O in the workspace is [DEPTH / 4][TILE_ROWS][4], and a merge copies some of them at a time over `stage`.
-constexpr unsigned PARTIAL_FLOATS = 4096;
-constexpr unsigned MERGE_PARTITIONS = 4;
-constexpr unsigned MERGE_QUADS = 8;     // float4s of a partition that a thread merges
-// Shared memory
-constexpr unsigned RING_OFFSET = 0;
-constexpr unsigned Q_OFFSET = 131072;
-constexpr unsigned STAGE_OFFSET = 147456;    // [PARTS][DEPTH / 4][ROWS][4] float: raw O of the parts
-constexpr unsigned OUT_OFFSET = 212992;
-constexpr unsigned MAXSUM_OFFSET = 221184;
-constexpr unsigned WEIGHTS_OFFSET = 222208;  // [64 partitions][TILE_ROWS] float
-constexpr unsigned FULL_OFFSET = 230400;     // [RING_SLOTS]
-constexpr unsigned EMPTY_OFFSET = 230464;
-constexpr unsigned TO_EMPTY = EMPTY_OFFSET - FULL_OFFSET;
-constexpr unsigned Q_FULL_OFFSET = 230528;   // [Q_BUFFERS]
-constexpr unsigned Q_EMPTY_OFFSET = 230544;
-constexpr unsigned MERGE_OFFSET = 230560;
+constexpr unsigned STAGE_BYTES = 65536;
 constexpr unsigned MBARRIER_BYTES = 8;
 static_assert(SLOT_CHUNKS * 64 == DEPTH && DEPTH_BLOCKS * 16 == DEPTH, "chunks and blocks cover the head");
-static_assert(ROW_WARPS * ROW_BLOCKS * 8 == TILE_ROWS && KEY_STEPS * STEP_KEYS == BLOCK_KEYS, "fragments cover rows and keys");
+// Tile: what depends on the rows of a tile.
+// ROWS            query rows; ROW_WARPS: warps of a part whose rows carry queries
+// ROW_BLOCKS      of such a warp, 8 rows each; M_TILES: 16 rows each, the upper half of it empty with 8 rows
+// KEY_STEPS       in which a warp works through a key tile, STEP_KEYS keys each; KEY_BLOCKS: 8 keys each
+//                 Lane 4 g + c holds of S rows 16 m + 8 h + g and keys 8 n + 2 c + v in s[m][n][2 h + v], of O^T depth columns
+//                 16 d + 8 h + g and rows 8 r + 2 c + v in o[d][r][2 h + v]. Of its rows in S, number i is 8 i + g.
+// RING_SLOTS      of all rings; SLOTS_PER_RING: one ring a part
+// PARTIAL_FLOATS  of a partition's O in the workspace, [DEPTH / 4][ROWS][4]. A merge copies MERGE_PARTITIONS of them at a time over
+//                 `stage`; a thread has MERGE_QUADS float4s of each, and reads MERGE_UNROLL partitions at once
+// STAGE           [PARTS][DEPTH / 4][PART_ROWS][4] float: raw O of the parts
+// WEIGHTS         [64 partitions][ROWS] float
+// FULL, EMPTY     [RING_SLOTS] mbarriers, TO_EMPTY apart; Q_FULL, Q_EMPTY: [Q_BUFFERS]
+struct Tile8 {
+    static constexpr unsigned ROWS = 8;
+    static constexpr unsigned ROW_WARPS = 1;
+    static constexpr unsigned ROW_BLOCKS = 1;
+    static constexpr unsigned M_TILES = 1;
+    static constexpr unsigned KEY_STEPS = 1;
+    static constexpr unsigned KEY_BLOCKS = 8;
+    static constexpr unsigned STEP_KEYS = 64;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 2;
+    static constexpr unsigned Q_CHUNK_BYTES = 1024;
+    static constexpr unsigned Q_BYTES = 2048;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned PARTIAL_FLOATS = 1024;
+    static constexpr unsigned MERGE_PARTITIONS = 16;
+    static constexpr unsigned MERGE_QUADS = 2;
+    static constexpr unsigned MERGE_UNROLL = 4;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 131072;
+    static constexpr unsigned STAGE_OFFSET = 135168;
+    static constexpr unsigned OUT_OFFSET = 200704;
+    static constexpr unsigned MAXSUM_OFFSET = 208896;
+    static constexpr unsigned WEIGHTS_OFFSET = 209920;
+    static constexpr unsigned FULL_OFFSET = 211968;
+    static constexpr unsigned EMPTY_OFFSET = 212032;
+    static constexpr unsigned TO_EMPTY = EMPTY_OFFSET - FULL_OFFSET;
+    static constexpr unsigned Q_FULL_OFFSET = 212096;
+    static constexpr unsigned Q_EMPTY_OFFSET = 212112;
+    static constexpr unsigned MERGE_OFFSET = 212128;
+    static_assert(ROW_WARPS * ROW_BLOCKS * 8 == ROWS && KEY_STEPS * STEP_KEYS == BLOCK_KEYS, "fragments cover rows and keys");
+};
+struct Tile16 {
+    static constexpr unsigned ROWS = 16;
+    static constexpr unsigned ROW_WARPS = 1;
+    static constexpr unsigned ROW_BLOCKS = 2;
+    static constexpr unsigned M_TILES = 1;
+    static constexpr unsigned KEY_STEPS = 1;
+    static constexpr unsigned KEY_BLOCKS = 8;
+    static constexpr unsigned STEP_KEYS = 64;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 2;
+    static constexpr unsigned Q_CHUNK_BYTES = 2048;
+    static constexpr unsigned Q_BYTES = 4096;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned PARTIAL_FLOATS = 2048;
+    static constexpr unsigned MERGE_PARTITIONS = 8;
+    static constexpr unsigned MERGE_QUADS = 4;
+    static constexpr unsigned MERGE_UNROLL = 2;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 131072;
+    static constexpr unsigned STAGE_OFFSET = 139264;
+    static constexpr unsigned OUT_OFFSET = 204800;
+    static constexpr unsigned MAXSUM_OFFSET = 212992;
+    static constexpr unsigned WEIGHTS_OFFSET = 214016;
+    static constexpr unsigned FULL_OFFSET = 218112;
+    static constexpr unsigned EMPTY_OFFSET = 218176;
+    static constexpr unsigned TO_EMPTY = EMPTY_OFFSET - FULL_OFFSET;
+    static constexpr unsigned Q_FULL_OFFSET = 218240;
+    static constexpr unsigned Q_EMPTY_OFFSET = 218256;
+    static constexpr unsigned MERGE_OFFSET = 218272;
+    static_assert(ROW_WARPS * ROW_BLOCKS * 8 == ROWS && KEY_STEPS * STEP_KEYS == BLOCK_KEYS, "fragments cover rows and keys");
+};
+struct Tile32 {
+    static constexpr unsigned ROWS = 32;
+    static constexpr unsigned ROW_WARPS = 1;
+    static constexpr unsigned ROW_BLOCKS = 4;
+    static constexpr unsigned M_TILES = 2;
+    static constexpr unsigned KEY_STEPS = 2;
+    static constexpr unsigned KEY_BLOCKS = 4;
+    static constexpr unsigned STEP_KEYS = 32;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 2;
+    static constexpr unsigned Q_CHUNK_BYTES = 4096;
+    static constexpr unsigned Q_BYTES = 8192;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned PARTIAL_FLOATS = 4096;
+    static constexpr unsigned MERGE_PARTITIONS = 4;
+    static constexpr unsigned MERGE_QUADS = 8;
+    static constexpr unsigned MERGE_UNROLL = 1;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 131072;
+    static constexpr unsigned STAGE_OFFSET = 147456;
+    static constexpr unsigned OUT_OFFSET = 212992;
+    static constexpr unsigned MAXSUM_OFFSET = 221184;
+    static constexpr unsigned WEIGHTS_OFFSET = 222208;
+    static constexpr unsigned FULL_OFFSET = 230400;
+    static constexpr unsigned EMPTY_OFFSET = 230464;
+    static constexpr unsigned TO_EMPTY = EMPTY_OFFSET - FULL_OFFSET;
+    static constexpr unsigned Q_FULL_OFFSET = 230528;
+    static constexpr unsigned Q_EMPTY_OFFSET = 230544;
+    static constexpr unsigned MERGE_OFFSET = 230560;
+    static_assert(ROW_WARPS * ROW_BLOCKS * 8 == ROWS && KEY_STEPS * STEP_KEYS == BLOCK_KEYS, "fragments cover rows and keys");
+};
 // Barrier ids
 constexpr unsigned COMBINE_BARRIER = 0;
 constexpr unsigned TILE_BARRIER = 1;
@@ -511,11 +610,13 @@ struct Problem {
     unsigned q_tiles;             // tiles of one KV head
     unsigned partition_tiles;     // key tiles of a partition
     unsigned partitions;          // of every query tile; those past its last key have no work
+    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
 };
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
-                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows) {
+                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
+                                            unsigned cluster = 1) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
     p.tile_positions = tile_rows / p.tile_heads;
@@ -523,6 +624,7 @@ __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsi
     p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
+    p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
     return p;
 }
@@ -539,11 +641,13 @@ struct Item {
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
-    // The KV head runs fastest: CTAs side by side read neighbouring memory.
-    item.kv_head = index % p.kv_heads;
-    const unsigned tile = index / p.kv_heads % p.q_tiles;
-    item.partition = index / p.kv_heads / p.q_tiles % p.partitions;
-    item.batch = index / p.kv_heads / p.q_tiles / p.partitions;
+    // The KV head runs fastest: clusters side by side read neighbouring memory.
+    const unsigned unit = index / p.cluster;
+    const unsigned groups = p.partitions / p.cluster;
+    item.kv_head = unit % p.kv_heads;
+    const unsigned tile = unit / p.kv_heads % p.q_tiles;
+    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
+    item.batch = unit / p.kv_heads / p.q_tiles / groups;
     item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
     item.position = tile / p.tiles_per_position * p.tile_positions;
     item.head = tile % p.tiles_per_position * p.tile_rows;
@@ -554,6 +658,11 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
+}
+
+// Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
+__device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
+    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
 }
 
 // Keys that a query row sees.
@@ -585,11 +694,12 @@ __device__ __forceinline__ void wait(unsigned mbarrier, unsigned parity) {
 
 // Fills one ring, in the order its part reads it: K then V of every key tile of the part. One thread runs it.
 // Waits: `empty` of the slot (attend releases it). Signals: `full` of the slot, by the copy's bytes.
+template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map, unsigned smem,
                                                  unsigned part) {
-    const unsigned ring = smem + RING_OFFSET + part * SLOTS_PER_RING * SLOT_BYTES;
-    const unsigned full = smem + FULL_OFFSET + part * SLOTS_PER_RING * MBARRIER_BYTES;
-    const unsigned empty = smem + EMPTY_OFFSET + part * SLOTS_PER_RING * MBARRIER_BYTES;
+    const unsigned ring = smem + Tile::RING_OFFSET + part * Tile::SLOTS_PER_RING * SLOT_BYTES;
+    const unsigned full = smem + Tile::FULL_OFFSET + part * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
+    const unsigned empty = smem + Tile::EMPTY_OFFSET + part * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
@@ -603,7 +713,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
                 ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, operand == 0 ? k_map : v_map, landed, 0, tile * BLOCK_KEYS, 0, item.kv_head,
                                 item.batch);
-                at.advance(SLOTS_PER_RING);
+                at.advance(Tile::SLOTS_PER_RING);
             }
         }
     }
@@ -612,21 +722,22 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
 // Loads the query tile of every item, a buffer ahead of the consumers where there are two.
 // One thread runs it.
 // Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes.
+template <class Tile>
 __device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem) {
     // Rows of the box outside the tensor (heads past the group, positions past q_len) arrive as zeros and count as bytes.
     const unsigned bytes = Q_CHUNKS * p.tile_positions * p.tile_heads * 128;
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
-        const unsigned full = smem + Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
-        wait(smem + Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
+        if (!has_work(p, item)) continue;
+        const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
+        wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
         ptx_mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll 1
         for (unsigned chunk = 0; chunk < Q_CHUNKS; ++chunk)
-            ptx_tma_load_5d(smem + Q_OFFSET + at.slot * Q_BYTES + chunk * Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position,
+            ptx_tma_load_5d(smem + Tile::Q_OFFSET + at.slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position,
                             item.kv_head, item.batch);
-        at.advance(Q_BUFFERS);
+        at.advance(Tile::Q_BUFFERS);
     }
 }
 
@@ -642,11 +753,18 @@ struct Place {
     unsigned char* smem_bytes;
 };
 
+// Fragments of a warp, see Tile.
+template <class Tile>
+using Scores = float[Tile::M_TILES][Tile::KEY_BLOCKS][4];
+template <class Tile>
+using Output = float[DEPTH_BLOCKS][Tile::ROW_BLOCKS][4];
+
 // Softmax state of a warp's rows, for the rows 8 i + g of lane 4 g + c.
+template <class Tile>
 struct Rows {
-    float maximum[ROW_BLOCKS];  // of the scores so far, in units of log2
-    float offset[ROW_BLOCKS];   // -maximum, 0 while there is no key
-    float sum[ROW_BLOCKS];      // of this lane's own probabilities
+    float maximum[Tile::ROW_BLOCKS];  // of the scores so far, in units of log2
+    float offset[Tile::ROW_BLOCKS];   // -maximum, 0 while there is no key
+    float sum[Tile::ROW_BLOCKS];      // of this lane's own probabilities
 };
 
 // One arrival for the warp, after what all of its lanes have read. These were ordinary reads; the copy that refills what they read belongs
@@ -664,29 +782,40 @@ __device__ __forceinline__ unsigned key_matrices(unsigned lane) {
 }
 
 // S = Q . K^T.
-__device__ __forceinline__ void scores(float (&s)[M_TILES][KEY_BLOCKS][4], const Place& at, unsigned k_tile, unsigned q_tile) {
+template <class Tile>
+__device__ __forceinline__ void scores(Scores<Tile>& s, const Place& at, unsigned k_tile, unsigned q_tile) {
 #pragma unroll
-    for (unsigned m = 0; m < M_TILES; ++m)
+    for (unsigned m = 0; m < Tile::M_TILES; ++m)
 #pragma unroll
-        for (unsigned n = 0; n < KEY_BLOCKS; ++n)
+        for (unsigned n = 0; n < Tile::KEY_BLOCKS; ++n)
 #pragma unroll
             for (unsigned r = 0; r < 4; ++r) s[m][n][r] = 0.0f;
-    // Matrix i of a load: rows 8 (i % 2) and on, unit i / 2.
-    const unsigned q_row = q_tile + (at.row_warp * 32 + at.lane / 8 % 2 * 8 + at.lane % 8) * 128;
-    const unsigned q_unit = (at.lane / 16 ^ at.lane % 8) * 16;
+    // With 8 rows, matrix i of a load is unit i of four, the depth of two steps; else rows 8 (i % 2) and on, unit i / 2.
+    constexpr bool EIGHT = Tile::ROWS == 8;
+    const unsigned q_row = q_tile + (EIGHT ? at.lane % 8 : at.row_warp * 32 + at.lane / 8 % 2 * 8 + at.lane % 8) * 128;
+    const unsigned q_unit = (at.lane / (EIGHT ? 8 : 16) ^ at.lane % 8) * 16;
+    unsigned q_pair[4];
 #pragma unroll
     for (unsigned step = 0; step < 8; ++step) {
         const unsigned chunk = step / 4;
         const unsigned unit_pair = step % 4 * 32;
-        unsigned q[M_TILES][4];
+        unsigned q[Tile::M_TILES][4];
+        if constexpr (EIGHT) {
+            if (step % 2 == 0) ptx_ldmatrix_x4(q_pair, q_row + chunk * Tile::Q_CHUNK_BYTES + (q_unit ^ unit_pair));
+            q[0][0] = q_pair[step % 2 * 2];
+            q[0][2] = q_pair[step % 2 * 2 + 1];
+            q[0][1] = q[0][3] = 0;
+        } else {
 #pragma unroll
-        for (unsigned m = 0; m < M_TILES; ++m) ptx_ldmatrix_x4(q[m], q_row + chunk * Q_CHUNK_BYTES + m * 16 * 128 + (q_unit ^ unit_pair));
+            for (unsigned m = 0; m < Tile::M_TILES; ++m)
+                ptx_ldmatrix_x4(q[m], q_row + chunk * Tile::Q_CHUNK_BYTES + m * 16 * 128 + (q_unit ^ unit_pair));
+        }
 #pragma unroll
-        for (unsigned n = 0; n < KEY_BLOCKS; n += 2) {
+        for (unsigned n = 0; n < Tile::KEY_BLOCKS; n += 2) {
             unsigned k[4];
             ptx_ldmatrix_x4(k, k_tile + chunk * CHUNK_BYTES + n * 8 * 128 + (at.matrix ^ unit_pair));
 #pragma unroll
-            for (unsigned m = 0; m < M_TILES; ++m) {
+            for (unsigned m = 0; m < Tile::M_TILES; ++m) {
                 ptx_mma_m16n8k16(s[m][n], q[m], k[0], k[1]);
                 ptx_mma_m16n8k16(s[m][n + 1], q[m], k[2], k[3]);
             }
@@ -699,13 +828,13 @@ __device__ __forceinline__ unsigned pack_p(float low, float high) {
 }
 
 // O^T += V^T . P^T.
-__device__ __forceinline__ void accumulate(float (&o)[DEPTH_BLOCKS][ROW_BLOCKS][4], const float (&s)[M_TILES][KEY_BLOCKS][4],
-                                           const Place& at, unsigned v_tile) {
+template <class Tile>
+__device__ __forceinline__ void accumulate(Output<Tile>& o, const Scores<Tile>& s, const Place& at, unsigned v_tile) {
 #pragma unroll
-    for (unsigned n = 0; n < KEY_BLOCKS; n += 2) {
-        unsigned probabilities[ROW_BLOCKS][2];
+    for (unsigned n = 0; n < Tile::KEY_BLOCKS; n += 2) {
+        unsigned probabilities[Tile::ROW_BLOCKS][2];
 #pragma unroll
-        for (unsigned r = 0; r < ROW_BLOCKS; ++r)
+        for (unsigned r = 0; r < Tile::ROW_BLOCKS; ++r)
 #pragma unroll
             for (unsigned half = 0; half < 2; ++half) {
                 const float* pair = s[r / 2][n + half] + r % 2 * 2;
@@ -716,20 +845,20 @@ __device__ __forceinline__ void accumulate(float (&o)[DEPTH_BLOCKS][ROW_BLOCKS][
             unsigned v[4];
             ptx_ldmatrix_x4_trans(v, v_tile + d / 4 * CHUNK_BYTES + n * 8 * 128 + (at.matrix ^ d % 4 * 32));
 #pragma unroll
-            for (unsigned r = 0; r < ROW_BLOCKS; ++r) ptx_mma_m16n8k16(o[d][r], v, probabilities[r][0], probabilities[r][1]);
+            for (unsigned r = 0; r < Tile::ROW_BLOCKS; ++r) ptx_mma_m16n8k16(o[d][r], v, probabilities[r][0], probabilities[r][1]);
         }
     }
 }
 
 // Scores of keys that a row does not see become -inf: those past the end.
-__device__ __forceinline__ void mask_scores(float (&s)[M_TILES][KEY_BLOCKS][4], const Problem& p, const Item& item, const Place& at,
-                                            unsigned first_key) {
+template <class Tile>
+__device__ __forceinline__ void mask_scores(Scores<Tile>& s, const Problem& p, const Item& item, const Place& at, unsigned first_key) {
     const int key = (int)(first_key + at.lane % 4 * 2);
 #pragma unroll
-    for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+    for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
         const int seen = row_sees(p, item, at.row_warp * 32 + i * 8 + at.lane / 4);
 #pragma unroll
-        for (unsigned n = 0; n < KEY_BLOCKS; ++n)
+        for (unsigned n = 0; n < Tile::KEY_BLOCKS; ++n)
 #pragma unroll
             for (unsigned v = 0; v < 2; ++v)
                 if (key + (int)(n * 8 + v) >= seen) s[i / 2][n][i % 2 * 2 + v] = MINUS_INFINITY;
@@ -737,15 +866,16 @@ __device__ __forceinline__ void mask_scores(float (&s)[M_TILES][KEY_BLOCKS][4], 
 }
 
 // Turns scores into probabilities, against maxima that include this key tile's; brings sums and O to a new maximum's scale where one grew.
-__device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_BLOCKS][4], float (&o)[DEPTH_BLOCKS][ROW_BLOCKS][4], Rows& rows,
-                                        const Place& at, float scale_log2e) {
-    float maximum[ROW_BLOCKS];
+template <class Tile>
+__device__ __forceinline__ void softmax(Scores<Tile>& s, Output<Tile>& o, Rows<Tile>& rows, const Place& at, float scale_log2e) {
+    float maximum[Tile::ROW_BLOCKS];
     bool grew = false;
 #pragma unroll
-    for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+    for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
         maximum[i] = rows.maximum[i];
 #pragma unroll
-        for (unsigned n = 0; n < KEY_BLOCKS; ++n) maximum[i] = fmaxf(maximum[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
+        for (unsigned n = 0; n < Tile::KEY_BLOCKS; ++n)
+            maximum[i] = fmaxf(maximum[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
         // The other keys of the row are in the lanes of the same g.
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(0xffffffff, maximum[i], 1));
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(0xffffffff, maximum[i], 2));
@@ -753,7 +883,7 @@ __device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_BLOCKS][4], floa
     }
     if (__any_sync(0xffffffff, grew)) {
 #pragma unroll
-        for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+        for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
             // A row without a key so far has maximum -inf; offset 0 keeps its probabilities at 2^-inf = 0 instead of 2^(inf - inf).
             rows.offset[i] = maximum[i] == MINUS_INFINITY ? 0.0f : -maximum[i];
             const float factor = ptx_ex2_approx_ftz(rows.maximum[i] + rows.offset[i]);
@@ -772,9 +902,9 @@ __device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_BLOCKS][4], floa
         }
     }
 #pragma unroll
-    for (unsigned i = 0; i < ROW_BLOCKS; ++i)
+    for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i)
 #pragma unroll
-        for (unsigned n = 0; n < KEY_BLOCKS; ++n)
+        for (unsigned n = 0; n < Tile::KEY_BLOCKS; ++n)
 #pragma unroll
             for (unsigned v = 0; v < 2; ++v) {
                 float& score = s[i / 2][n][i % 2 * 2 + v];
@@ -788,7 +918,7 @@ __device__ __forceinline__ void softmax(float (&s)[M_TILES][KEY_BLOCKS][4], floa
 // What the partitions of a query tile hand over in global memory: each its O, normalised, and the log2 of its LSE.
 struct Workspace {
     float* o;           // [query_tile][partition][PARTIAL_FLOATS]
-    float* lse;         // [query_tile][partition][TILE_ROWS]
+    float* lse;         // [query_tile][partition][ROWS]
     unsigned long long* arrived;  // [query_tile], see arrive_last
     unsigned launch;              // the number of this launch
 };
@@ -807,24 +937,26 @@ __device__ __forceinline__ bool arrive_last(unsigned long long* counter, unsigne
     return true;
 }
 
-// Raw O of the warp's rows to its part's place in `stage`. Rows from TILE_ROWS on stay as they are: finite.
-__device__ __forceinline__ void stage_o(const float (&o)[DEPTH_BLOCKS][ROW_BLOCKS][4], const Place& at) {
+// Raw O of the warp's rows to its part's place in `stage`. Rows from ROWS on stay as they are: finite.
+template <class Tile>
+__device__ __forceinline__ void stage_o(const Output<Tile>& o, const Place& at) {
     // This lane's first element: depth column g, row 32 row_warp + 2 c.
-    float* stage = reinterpret_cast<float*>(at.smem_bytes + STAGE_OFFSET) + at.part * (DEPTH * ROWS) +
-                   (at.lane / 16 * ROWS + at.row_warp * 32 + at.lane % 4 * 2) * 4 + at.lane / 4 % 4;
+    float* stage = reinterpret_cast<float*>(at.smem_bytes + Tile::STAGE_OFFSET) + at.part * (DEPTH * PART_ROWS) +
+                   (at.lane / 16 * PART_ROWS + at.row_warp * 32 + at.lane % 4 * 2) * 4 + at.lane / 4 % 4;
 #pragma unroll
     for (unsigned d = 0; d < DEPTH_BLOCKS; ++d)
 #pragma unroll
-        for (unsigned r = 0; r < ROW_BLOCKS; ++r)
+        for (unsigned r = 0; r < Tile::ROW_BLOCKS; ++r)
 #pragma unroll
-            for (unsigned i = 0; i < 4; ++i) stage[((d * 4 + i / 2 * 2) * ROWS + r * 8 + i % 2) * 4] = o[d][r][i];
+            for (unsigned i = 0; i < 4; ++i) stage[((d * 4 + i / 2 * 2) * PART_ROWS + r * 8 + i % 2) * 4] = o[d][r][i];
 }
 
 // The value of this thread's own row, lane of the warp's 32: value[i] of lane 4 g + c is that of row 8 i + g.
-__device__ __forceinline__ float own_row(const float (&value)[ROW_BLOCKS], unsigned lane) {
+template <class Tile>
+__device__ __forceinline__ float own_row(const float (&value)[Tile::ROW_BLOCKS], unsigned lane) {
     float own = 0.0f;
 #pragma unroll
-    for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+    for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
         const float candidate = __shfl_sync(0xffffffff, value[i], lane % 8 * 4);
         if (lane / 8 == i) own = candidate;
     }
@@ -838,20 +970,21 @@ __device__ __forceinline__ float log2_lse_of(float2 ml, float scale_log2e) {
 
 // Writes this partition's O and LSE to the workspace. True in the CTA that is the last of the query tile to do so: it merges all of them.
 // Every thread brings the unnormalised columns of its part of its row.
+template <class Tile>
 __device__ __forceinline__ bool publish(const float (&band)[BAND_COLS], float2 ml, const Problem& p, const Item& item, const Place& at,
                                         const Workspace& workspace, float scale_log2e) {
     const unsigned place = item.query_tile * p.partitions + item.partition;
-    const unsigned row = at.thread % ROWS;
-    if (row < TILE_ROWS) {
+    const unsigned row = at.thread % PART_ROWS;
+    if (row < Tile::ROWS) {
         // A row without a key in this partition has sum 0 and O 0.
         const float inverse = ml.y > 0.0f ? ptx_rcp_approx_ftz(ml.y) : 0.0f;
-        float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)place * PARTIAL_FLOATS) +
-                          at.part * (BAND_COLS / 4) * TILE_ROWS + row;
+        float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)place * Tile::PARTIAL_FLOATS) +
+                          at.part * (BAND_COLS / 4) * Tile::ROWS + row;
 #pragma unroll
         for (unsigned i = 0; i < BAND_COLS; i += 4)
-            partial[i / 4 * TILE_ROWS] =
+            partial[i / 4 * Tile::ROWS] =
                 make_float4(band[i] * inverse, band[i + 1] * inverse, band[i + 2] * inverse, band[i + 3] * inverse);
-        if (at.part == 0) workspace.lse[place * TILE_ROWS + row] = log2_lse_of(ml, scale_log2e);
+        if (at.part == 0) workspace.lse[place * Tile::ROWS + row] = log2_lse_of(ml, scale_log2e);
     }
     // The merging CTA's copy engine reads what these ordinary stores write, and writes over what level 1 has read of `stage`.
     ptx_fence_proxy_async_global();
@@ -865,54 +998,56 @@ __device__ __forceinline__ bool publish(const float (&band)[BAND_COLS], float2 m
 
 // Writes four columns of a row to the O tile: float4 number `quad` of the row.
 __device__ __forceinline__ void store_quad(unsigned char* out, unsigned quad, unsigned row, float4 value) {
-    reinterpret_cast<uint2*>(out)[(quad / 2 * ROWS + row) * 2 + quad % 2] =
+    reinterpret_cast<uint2*>(out)[(quad / 2 * PART_ROWS + row) * 2 + quad % 2] =
         make_uint2(ptx_cvt_bf16x2(value.x, value.y), ptx_cvt_bf16x2(value.z, value.w));
 }
 
-// O of all partitions of a query tile to the O tile, in the order of the keys whichever CTA does it. Thread t merges row t % TILE_ROWS.
+// O of all partitions of a query tile to the O tile, in the order of the keys whichever CTA does it. Thread t merges row t % ROWS.
 // Returns the log2 of that row's LSE.
 // Waits: `merge`, the copies that one of these threads starts: of the LSEs and the first partitions' O, then of the next ones'.
+template <class Tile>
 __device__ __forceinline__ float merge_partitions(const Problem& p, const Item& item, const Place& at, const Workspace& workspace,
                                                   unsigned& merge_parity) {
-    const unsigned row = at.thread % TILE_ROWS;
+    const unsigned row = at.thread % Tile::ROWS;
     const unsigned long long first = (unsigned long long)item.query_tile * p.partitions;
-    const unsigned merge = at.smem + MERGE_OFFSET;
-    const float* lse = reinterpret_cast<const float*>(at.smem_bytes + WEIGHTS_OFFSET) + row;
-    const float4* stage = reinterpret_cast<const float4*>(at.smem_bytes + STAGE_OFFSET) + at.thread;
-    float4 merged[MERGE_QUADS];
+    const unsigned merge = at.smem + Tile::MERGE_OFFSET;
+    const float* lse = reinterpret_cast<const float*>(at.smem_bytes + Tile::WEIGHTS_OFFSET) + row;
+    const float4* stage = reinterpret_cast<const float4*>(at.smem_bytes + Tile::STAGE_OFFSET) + at.thread;
+    float4 merged[Tile::MERGE_QUADS];
 #pragma unroll
-    for (unsigned i = 0; i < MERGE_QUADS; ++i) merged[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (unsigned i = 0; i < Tile::MERGE_QUADS; ++i) merged[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float offset = 0.0f, inverse = 0.0f, log2_lse = 0.0f;
 #pragma unroll 1
-    for (unsigned begin = 0; begin < item.used; begin += MERGE_PARTITIONS) {
-        const unsigned count = min(item.used - begin, MERGE_PARTITIONS);
+    for (unsigned begin = 0; begin < item.used; begin += Tile::MERGE_PARTITIONS) {
+        const unsigned count = min(item.used - begin, Tile::MERGE_PARTITIONS);
         if (at.thread < 32 && ptx_elect_sync()) {
             // The partitions were written by ordinary stores, which publish has made visible here; these copies belong to the other proxy.
             ptx_fence_proxy_async_global();
-            const unsigned lse_bytes = begin == 0 ? item.used * TILE_ROWS * 4 : 0;
-            ptx_mbarrier_arrive_expect_tx(merge, count * PARTIAL_FLOATS * 4 + lse_bytes);
-            if (begin == 0) ptx_bulk_load(at.smem + WEIGHTS_OFFSET, workspace.lse + first * TILE_ROWS, lse_bytes, merge);
-            ptx_bulk_load(at.smem + STAGE_OFFSET, workspace.o + (first + begin) * PARTIAL_FLOATS, count * PARTIAL_FLOATS * 4, merge);
+            const unsigned lse_bytes = begin == 0 ? item.used * Tile::ROWS * 4 : 0;
+            ptx_mbarrier_arrive_expect_tx(merge, count * Tile::PARTIAL_FLOATS * 4 + lse_bytes);
+            if (begin == 0) ptx_bulk_load(at.smem + Tile::WEIGHTS_OFFSET, workspace.lse + first * Tile::ROWS, lse_bytes, merge);
+            ptx_bulk_load(at.smem + Tile::STAGE_OFFSET, workspace.o + (first + begin) * Tile::PARTIAL_FLOATS,
+                          count * Tile::PARTIAL_FLOATS * 4, merge);
         }
         __syncwarp();
         wait(merge, merge_parity);
         merge_parity ^= 1;
         if (begin == 0) {
             float top = MINUS_INFINITY;
-            for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * TILE_ROWS]);
+            for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * Tile::ROWS]);
             offset = top == MINUS_INFINITY ? 0.0f : -top;
             float sum = 0.0f;
-            for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * TILE_ROWS] + offset);
+            for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * Tile::ROWS] + offset);
             // A row without a key in any partition: weights 0.
             inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
             log2_lse = top + ptx_lg2_approx_ftz(sum);
         }
-#pragma unroll 1
+#pragma unroll(Tile::MERGE_UNROLL)
         for (unsigned i = 0; i < count; ++i) {
-            const float weight = ptx_ex2_approx_ftz(lse[(begin + i) * TILE_ROWS] + offset) * inverse;
+            const float weight = ptx_ex2_approx_ftz(lse[(begin + i) * Tile::ROWS] + offset) * inverse;
 #pragma unroll
-            for (unsigned quad = 0; quad < MERGE_QUADS; ++quad) {
-                const float4 o = stage[i * (PARTIAL_FLOATS / 4) + quad * CONSUMERS];
+            for (unsigned quad = 0; quad < Tile::MERGE_QUADS; ++quad) {
+                const float4 o = stage[i * (Tile::PARTIAL_FLOATS / 4) + quad * CONSUMERS];
                 merged[quad].x = __fmaf_rn(weight, o.x, merged[quad].x);
                 merged[quad].y = __fmaf_rn(weight, o.y, merged[quad].y);
                 merged[quad].z = __fmaf_rn(weight, o.z, merged[quad].z);
@@ -924,29 +1059,30 @@ __device__ __forceinline__ float merge_partitions(const Problem& p, const Item& 
         ptx_bar_sync(TILE_BARRIER, CONSUMERS);
     }
 #pragma unroll
-    for (unsigned quad = 0; quad < MERGE_QUADS; ++quad)
-        store_quad(at.smem_bytes + OUT_OFFSET, (at.thread + quad * CONSUMERS) / TILE_ROWS, row, merged[quad]);
+    for (unsigned quad = 0; quad < Tile::MERGE_QUADS; ++quad)
+        store_quad(at.smem_bytes + Tile::OUT_OFFSET, (at.thread + quad * CONSUMERS) / Tile::ROWS, row, merged[quad]);
     return log2_lse;
 }
 
 // The merge of the parts, then of the partitions; O and LSE of an item.
-__device__ __forceinline__ void finish(const float (&o)[DEPTH_BLOCKS][ROW_BLOCKS][4], Rows& rows, const Problem& p, const Item& item,
-                                       const Place& at, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
-                                       unsigned& merge_parity, float scale_log2e) {
-    const unsigned row = at.thread % ROWS;
+template <class Tile>
+__device__ __forceinline__ void finish(const Output<Tile>& o, Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
+                                       const fa4_tensor_map* out_map, float* lse, const Workspace& workspace, unsigned& merge_parity,
+                                       float scale_log2e) {
+    const unsigned row = at.thread % PART_ROWS;
     // Rows past the tile bring what keeps the combine finite; so does a row that sees no key, whose O is 0 in all parts.
-    const bool in_tile = true;
+    const bool in_tile = row < Tile::ROWS;
     const bool split = item.used > 1;
     float own_max = 0.0f, own_sum = 1.0f;
-    if (at.row_warp < ROW_WARPS) {
-        stage_o(o, at);
+    if (at.row_warp < Tile::ROW_WARPS) {
+        stage_o<Tile>(o, at);
 #pragma unroll
-        for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+        for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
             rows.sum[i] += __shfl_xor_sync(0xffffffff, rows.sum[i], 1);
             rows.sum[i] += __shfl_xor_sync(0xffffffff, rows.sum[i], 2);
         }
-        const float maximum = own_row(rows.maximum, at.lane);
-        const float sum = own_row(rows.sum, at.lane);
+        const float maximum = own_row<Tile>(rows.maximum, at.lane);
+        const float sum = own_row<Tile>(rows.sum, at.lane);
         if (in_tile) {
             own_max = maximum;
             own_sum = sum;
@@ -955,17 +1091,17 @@ __device__ __forceinline__ void finish(const float (&o)[DEPTH_BLOCKS][ROW_BLOCKS
     // The previous item's copies have read the O tile; the next barrier tells the others.
     if (at.thread < 32) ptx_bulk_wait_group_read();
 
-    float* stage = reinterpret_cast<float*>(at.smem_bytes + STAGE_OFFSET);
-    float* maxsum = reinterpret_cast<float*>(at.smem_bytes + MAXSUM_OFFSET);
+    float* stage = reinterpret_cast<float*>(at.smem_bytes + Tile::STAGE_OFFSET);
+    float* maxsum = reinterpret_cast<float*>(at.smem_bytes + Tile::MAXSUM_OFFSET);
     float log2_lse;
     if (split) {
         float band[BAND_COLS];
         const float2 ml = fa4_ws_level1_combine(row, at.part, COMBINE_BARRIER, own_max, own_sum, scale_log2e, stage, maxsum, band);
-        if (!publish(band, ml, p, item, at, workspace, scale_log2e)) return;
-        log2_lse = merge_partitions(p, item, at, workspace, merge_parity);
+        if (!publish<Tile>(band, ml, p, item, at, workspace, scale_log2e)) return;
+        log2_lse = merge_partitions<Tile>(p, item, at, workspace, merge_parity);
     } else {
         const float2 ml = fa4_ws_intracta_combine(row, at.part, COMBINE_BARRIER, own_max, own_sum, scale_log2e, stage, maxsum,
-                                                  reinterpret_cast<fa4_bf16*>(at.smem_bytes + OUT_OFFSET));
+                                                  reinterpret_cast<fa4_bf16*>(at.smem_bytes + Tile::OUT_OFFSET));
         log2_lse = log2_lse_of(ml, scale_log2e);
     }
     ptx_fence_proxy_async();
@@ -975,7 +1111,7 @@ __device__ __forceinline__ void finish(const float (&o)[DEPTH_BLOCKS][ROW_BLOCKS
 #pragma unroll 1
         for (unsigned block = 0; block < OUT_BLOCKS; ++block)
             // Rows of the box outside the tensor are dropped.
-            ptx_tma_store_5d(out_map, at.smem + OUT_OFFSET + block * OUT_BLOCK_BYTES, block * OUT_COLS, item.head, item.position,
+            ptx_tma_store_5d(out_map, at.smem + Tile::OUT_OFFSET + block * OUT_BLOCK_BYTES, block * OUT_COLS, item.head, item.position,
                              item.kv_head, item.batch);
         ptx_bulk_commit_group();
     }
@@ -992,70 +1128,72 @@ __device__ __forceinline__ void finish(const float (&o)[DEPTH_BLOCKS][ROW_BLOCKS
 
 // Attends: for every item the key tiles of this warp's part, then O and LSE.
 // Waits: `q_full` (load_queries), `full` of the ring's slots (load_keys_values). Signals: `empty` of each slot, `q_empty` once an item.
+template <class Tile>
 __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
                                        unsigned char* smem_bytes, unsigned smem, unsigned warp, unsigned lane, float scale_log2e) {
     const unsigned part = warp / PART_WARPS;
-    const unsigned first_slot = part * SLOTS_PER_RING;
+    const unsigned first_slot = part * Tile::SLOTS_PER_RING;
     const Place at{warp * 32 + lane,
                    lane,
                    part,
                    warp % PART_WARPS,
-                   smem + RING_OFFSET + first_slot * SLOT_BYTES,
-                   smem + FULL_OFFSET + first_slot * MBARRIER_BYTES,
+                   smem + Tile::RING_OFFSET + first_slot * SLOT_BYTES,
+                   smem + Tile::FULL_OFFSET + first_slot * MBARRIER_BYTES,
                    key_matrices(lane),
                    smem,
                    smem_bytes};
 
     Cursor ring, q;
-    Rows rows;
-    float o[DEPTH_BLOCKS][ROW_BLOCKS][4];
-    float s[M_TILES][KEY_BLOCKS][4];
+    Rows<Tile> rows;
+    Output<Tile> o;
+    Scores<Tile> s;
     unsigned merge_parity = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
         if (item.partition >= item.used) continue;
 #pragma unroll
-        for (unsigned i = 0; i < ROW_BLOCKS; ++i) {
+        for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
             rows.maximum[i] = MINUS_INFINITY;
             rows.offset[i] = rows.sum[i] = 0.0f;
         }
 #pragma unroll
         for (unsigned d = 0; d < DEPTH_BLOCKS; ++d)
 #pragma unroll
-            for (unsigned r = 0; r < ROW_BLOCKS; ++r)
+            for (unsigned r = 0; r < Tile::ROW_BLOCKS; ++r)
 #pragma unroll
                 for (unsigned i = 0; i < 4; ++i) o[d][r][i] = 0.0f;
 
-        wait(smem + Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
+        wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
 #pragma unroll 1
         for (unsigned tile = item.first_tile + part; tile < item.end_tile; tile += PARTS) {
             const Cursor k = ring;
-            ring.advance(SLOTS_PER_RING);
+            ring.advance(Tile::SLOTS_PER_RING);
             const Cursor v = ring;
-            ring.advance(SLOTS_PER_RING);
+            ring.advance(Tile::SLOTS_PER_RING);
             wait(at.full + k.slot * MBARRIER_BYTES, k.parity);
 #pragma unroll 1
-            for (unsigned step = 0; step < KEY_STEPS; ++step) {
-                scores(s, at, at.ring + k.slot * SLOT_BYTES + step * STEP_KEYS * 128, smem + Q_OFFSET + q.slot * Q_BYTES);
-                if (step == KEY_STEPS - 1) release(at.full + TO_EMPTY + k.slot * MBARRIER_BYTES, lane);
+            for (unsigned step = 0; step < Tile::KEY_STEPS; ++step) {
+                scores<Tile>(s, at, at.ring + k.slot * SLOT_BYTES + step * Tile::STEP_KEYS * 128,
+                             smem + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES);
+                if (step == Tile::KEY_STEPS - 1) release(at.full + Tile::TO_EMPTY + k.slot * MBARRIER_BYTES, lane);
 #pragma unroll
-                for (unsigned m = 0; m < M_TILES; ++m)
+                for (unsigned m = 0; m < Tile::M_TILES; ++m)
 #pragma unroll
-                    for (unsigned n = 0; n < KEY_BLOCKS; ++n)
+                    for (unsigned n = 0; n < Tile::KEY_BLOCKS; ++n)
 #pragma unroll
                         for (unsigned r = 0; r < 4; ++r) s[m][n][r] = __fmul_rn(s[m][n][r], scale_log2e);
-                const unsigned first_key = tile * BLOCK_KEYS + step * STEP_KEYS;
-                if ((int)(first_key + STEP_KEYS) > item.all_see) mask_scores(s, p, item, at, first_key);
-                softmax(s, o, rows, at, scale_log2e);
+                const unsigned first_key = tile * BLOCK_KEYS + step * Tile::STEP_KEYS;
+                if ((int)(first_key + Tile::STEP_KEYS) > item.all_see) mask_scores<Tile>(s, p, item, at, first_key);
+                softmax<Tile>(s, o, rows, at, scale_log2e);
                 if (step == 0) wait(at.full + v.slot * MBARRIER_BYTES, v.parity);
-                accumulate(o, s, at, at.ring + v.slot * SLOT_BYTES + step * STEP_KEYS * 128);
+                accumulate<Tile>(o, s, at, at.ring + v.slot * SLOT_BYTES + step * Tile::STEP_KEYS * 128);
             }
-            release(at.full + TO_EMPTY + v.slot * MBARRIER_BYTES, lane);
+            release(at.full + Tile::TO_EMPTY + v.slot * MBARRIER_BYTES, lane);
         }
-        release(smem + Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES, lane);
-        q.advance(Q_BUFFERS);
-        finish(o, rows, p, item, at, out_map, lse, workspace, merge_parity, scale_log2e);
+        release(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES, lane);
+        q.advance(Tile::Q_BUFFERS);
+        finish<Tile>(o, rows, p, item, at, out_map, lse, workspace, merge_parity, scale_log2e);
     }
     // Shared memory has to stay until the last copies have read it.
     if (at.thread < 32) ptx_bulk_wait_group_read();
@@ -1072,53 +1210,86 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 // partial_o, partial_lse, arrived: see Workspace. It belongs to one launch at a time, so to a stream; `arrived` is 0 at first, and again
 // after a launch.
 // Grid: any number of CTAs; CTA c takes items c, c + gridDim.x, ... Block: THREADS.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fa4_attention_d128_m4r32_ks_bf16_nofma_sm90a(
-    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
-    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
-    unsigned long long* arrived) {
+template <class Tile>
+__device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
+                                          const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
+                                          unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
+                                          const Workspace& workspace) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const Workspace workspace{partial_o, partial_lse, arrived, launch};
-    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, TILE_ROWS);
+    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions,
+                               Tile::ROWS);
 
     if (warp == 0 && ptx_elect_sync()) {
-        for (unsigned slot = 0; slot < RING_SLOTS; ++slot) {
-            ptx_mbarrier_init(smem + FULL_OFFSET + slot * MBARRIER_BYTES, 1);  // the producer; the copy's bytes follow
-            ptx_mbarrier_init(smem + EMPTY_OFFSET + slot * MBARRIER_BYTES, ROW_WARPS);
+        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
+            ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);  // the producer; the copy's bytes follow
+            ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, Tile::ROW_WARPS);
         }
-        for (unsigned buffer = 0; buffer < Q_BUFFERS; ++buffer) {
-            ptx_mbarrier_init(smem + Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
-            ptx_mbarrier_init(smem + Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4);
+        for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
+            ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
+            ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4);
         }
-        ptx_mbarrier_init(smem + MERGE_OFFSET, 1);
+        ptx_mbarrier_init(smem + Tile::MERGE_OFFSET, 1);
         ptx_fence_mbarrier_init();
     }
     // Tile rows that no box covers: zeros, once.
     const unsigned used_rows = p.tile_heads * p.tile_positions;
-    if (used_rows < TILE_ROWS) {
-        for (unsigned unit = threadIdx.x; unit < Q_BUFFERS * Q_BYTES / 16; unit += THREADS)
-            if (unit / 8 % TILE_ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
+    if (used_rows < Tile::ROWS) {
+        for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += THREADS)
+            if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
     }
+    // Rows past the tile, which the combine reads as well: zeros.
+    if constexpr (Tile::ROWS < PART_ROWS)
+        for (unsigned unit = threadIdx.x; unit < STAGE_BYTES / 16; unit += THREADS)
+            reinterpret_cast<uint4*>(smem_bytes + Tile::STAGE_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
     // Orders the mbarriers' initialisation and the zeros before every role.
     ptx_bar_sync(COMBINE_BARRIER, THREADS);
 
     if (warp < 4) {
         ptx_setmaxnreg_inc<248>();
-        attend(p, &out_map, lse, workspace, smem_bytes, smem, warp, lane, scale * LOG2E);
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp, lane, scale * LOG2E);
     } else {
         ptx_setmaxnreg_dec<40>();
         const unsigned producer = warp - 4;
         if (producer < PARTS && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
-            load_keys_values(p, &k_map, &v_map, smem, producer);
+            load_keys_values<Tile>(p, &k_map, &v_map, smem, producer);
         } else if (producer == PARTS && ptx_elect_sync()) {
-            load_queries(p, &q_map, smem);
+            load_queries<Tile>(p, &q_map, smem);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_ks_bf16_nofma_t8_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map,
+    const __grid_constant__ fa4_tensor_map v_map, const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch,
+    unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles,
+    unsigned partitions, unsigned launch, float* partial_o, float* partial_lse, unsigned long long* arrived) {
+    attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                     Workspace{partial_o, partial_lse, arrived, launch});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_ks_bf16_nofma_t16_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map,
+    const __grid_constant__ fa4_tensor_map v_map, const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch,
+    unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles,
+    unsigned partitions, unsigned launch, float* partial_o, float* partial_lse, unsigned long long* arrived) {
+    attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                     Workspace{partial_o, partial_lse, arrived, launch});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_ks_bf16_nofma_t32_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map,
+    const __grid_constant__ fa4_tensor_map v_map, const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch,
+    unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles,
+    unsigned partitions, unsigned launch, float* partial_o, float* partial_lse, unsigned long long* arrived) {
+    attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                     Workspace{partial_o, partial_lse, arrived, launch});
 }
