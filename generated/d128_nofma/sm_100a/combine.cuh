@@ -2,7 +2,7 @@
 //
 // Generated from templates/functions/combine.cuh.j2 for config d128_nofma on sm_100a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d128_nofma
+//     fa4gen emit --config d128_nofma.yaml
 #pragma once
 
 #ifndef FA4_FUNCTIONS_OUTPUT_TYPE_CUH

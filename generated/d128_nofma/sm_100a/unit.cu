@@ -2,7 +2,7 @@
 //
 // Generated from templates/unit/unit.cu.j2 for config d128_nofma on sm_100a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d128_nofma
+//     fa4gen emit --config d128_nofma.yaml
 
 typedef unsigned short fa4_bf16;  // the bits of a bfloat16
 
