@@ -547,6 +547,15 @@ class Cta:
         """(actor, clock) for one asynchronous operation."""
         return self.cluster.async_slot(warp, name)
 
+    def release(self) -> None:
+        """Let go of the memories: CTAs and warps refer to each other, and the collector of cycles takes its time."""
+        self.shadow = self.tmem = None
+        self.smem = np.zeros(0, np.uint8)
+        self.words.clear()
+        for warp in self.warps:
+            warp.R.clear()
+            warp.local = warp.wgmma = warp.tmem_ops = None
+
     def left(self, clock: Clock, also: Clock | None) -> None:
         """Threads exit with this clock."""
         if self.exit_clock is None:
@@ -902,6 +911,8 @@ class Run:
             cluster = cta.cluster
             if all(c.live == 0 for c in cluster.ctas):
                 del self.clusters[cluster.index]
+                for gone in cluster.ctas:
+                    gone.release()
                 if self.next_cluster < self.total_clusters:
                     self.start_cluster()
 

@@ -208,6 +208,7 @@ class Program:
         try:
             with np.errstate(all="ignore"):
                 run.run()
+            run.global_shadow.pages.clear()
         except PtxError as error:
             error.hazards = run.reporter.hazards()
             raise
