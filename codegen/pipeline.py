@@ -42,11 +42,19 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Arrival:
-    """`count` arrivals a phase of one role: an mbarrier.arrive of so many warps, one that announces bytes, or a commit behind MMAs."""
+    """`count` arrivals a phase of one role: an mbarrier.arrive of so many warps, one that announces bytes, or a commit behind MMAs.
+
+    each_cta: as many come from every CTA of the cluster.
+    """
 
     role: str
     count: int
     how: How
+    each_cta: bool = False
+
+    def total(self, cluster: int) -> int:
+        """Arrivals in a launch with clusters of so many CTAs."""
+        return self.count * (cluster if self.each_cta else 1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Mbarrier:
 
     offset: bytes in shared memory. arrivals: what completes a phase, beside `tx_bytes` bytes that asynchronous copies bring (0: none;
     of Q for a full tile); waits: roles. phase: what the phases number. means: what a completed phase says. split_only: used only where
-    keys are split. from_cluster: the arrivals come from every CTA of a cluster, so the count is that many times as large.
+    keys are split. in_cluster: of those, whether partitions are merged in clusters (None: either way).
     """
 
     name: str
@@ -66,12 +74,16 @@ class Mbarrier:
     phase: str
     means: str
     split_only: bool = False
-    from_cluster: bool = False
+    in_cluster: bool | None = None
 
     @property
     def count(self) -> int:
-        """Arrivals of a phase: what mbarrier.init is given."""
-        return sum(arrival.count for arrival in self.arrivals)
+        """Arrivals of a phase without clusters: what mbarrier.init is given."""
+        return self.total(1)
+
+    def total(self, cluster: int) -> int:
+        """The same in a launch with clusters of so many CTAs."""
+        return sum(arrival.total(cluster) for arrival in self.arrivals)
 
 
 @dataclass(frozen=True)
@@ -272,16 +284,20 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
         means = "O of some partitions, first also all their LSEs, have landed, as many bytes as there are"
         result.append(Mbarrier("merge", at("mbar_merge", 0), announce, 0, consumers, "copy in a merge", means, split_only=True))
         return result
+    clusters = any(region.name == "mbar_ready" for region in geo.smem_map)
     for w, consumer in enumerate(consumers):
         own = (Arrival(consumer, 1, "arrive"),)
         means = "whether this CTA merges the partitions is decided"
-        result.append(Mbarrier(f"verdict[{w}]", at("mbar_verdict", w), own, 0, (_producer(geo, w),), "partition", means, split_only=True))
-    # Where partitions are merged in a cluster.
-    for name, means in (("ready", "every CTA has staged its O in its ring"), ("read", "every CTA has read what it merges")):
-        if any(region.name == f"mbar_{name}" for region in geo.smem_map):
-            own = (Arrival(consumers[0], 1, "arrive"),)
-            where = at(f"mbar_{name}", 0)
-            result.append(Mbarrier(name, where, own, 0, consumers, "merge in a cluster", means, split_only=True, from_cluster=True))
+        where, waits, in_cluster = at("mbar_verdict", w), (_producer(geo, w),), False if clusters else None
+        result.append(Mbarrier(f"verdict[{w}]", where, own, 0, waits, "partition", means, split_only=True, in_cluster=in_cluster))
+    if clusters:
+        (consumer,), producer, phase = consumers, _producer(geo, 0), "partition"
+        all_ctas = Arrival(consumer, 1, "arrive", each_cta=True)
+        means = "every CTA of the cluster has staged its O in its ring"
+        result.append(Mbarrier("ready", at("mbar_ready", 0), (all_ctas,), 0, consumers, phase, means, split_only=True, in_cluster=True))
+        means, both = "every CTA of the cluster has read what it merges, and the producer waits as well", (consumer, producer)
+        released = (all_ctas, Arrival(producer, 1, "arrive"))
+        result.append(Mbarrier("read", at("mbar_read", 0), released, 0, both, phase, means, split_only=True, in_cluster=True))
     return result
 
 

@@ -143,8 +143,11 @@ def _mbarriers(geo: Geometry) -> Sheet:
         name = first.name if len(same) == 1 else f"{first.name[:-1]}-{last.name.split('[')[1]}"
         who = " + ".join(f"{arrival.role} {_how(arrival)}" for arrival in first.arrivals)
         tx = f"{first.tx_bytes:,}" if first.tx_bytes else "-"
-        when = f"{first.phase}{' (split keys only)' if first.split_only else ''}"
-        count = f"{first.count} a CTA" if first.from_cluster else str(first.count)
+        use = {None: "split keys", True: "split keys, in a cluster", False: "split keys, without a cluster"}[first.in_cluster]
+        when = f"{first.phase}{f' ({use})' if first.split_only else ''}"
+        count = " + ".join(f"{a.count} a CTA" for a in first.arrivals if a.each_cta)
+        rest = sum(a.count for a in first.arrivals if not a.each_cta)
+        count = f"{count} + {rest}" if count and rest else count or str(rest)
         rows.append((name, f"{first.offset:,}", count, tx, who, _list(first.waits), when, first.means))
     headers = ("mbarrier", ">offset", ">arrivals", ">bytes", "who arrives", "who waits", "a phase is", "complete, it says")
     return Sheet(f"mbarriers ({geo.mbarriers}; arrivals and bytes of a phase)", headers, rows)
