@@ -252,6 +252,19 @@ MUTANTS = {
         "the next copy over it.\n        ptx_fence_proxy_async();\n        ptx_bar_sync(TILE_BARRIER, CONSUMERS);",
         "",
     ),
+    "the O tile is copied out without a proxy fence": ("ptx_fence_proxy_async();\n    // Orders the O tile", "// Orders the O tile"),
+    "a merge copies over what level 1 still reads": (
+        "ptx_fence_proxy_async_global();\n    ptx_fence_proxy_async();",
+        "ptx_fence_proxy_async_global();",
+    ),
+    "a slot is released for lane 0 alone": (
+        "__syncwarp();\n    if (lane == 0) ptx_mbarrier_arrive(mbarrier);",
+        "if (lane == 0) ptx_mbarrier_arrive(mbarrier);",
+    ),
+    "the CTA ends before O is copied out": (
+        "the last copies have read it.\n    if (at.thread < 32) ptx_bulk_wait_group_read();",
+        "the last copies have read it.",
+    ),
     "rows past the tile are left as they are": ("unit < STAGE_BYTES / 16", "unit < 0"),
     "padding rows of Q are left as they are": ("if (unit / 8 % Tile::ROWS >= used_rows)", "if (unit / 8 % Tile::ROWS > Tile::ROWS)"),
 }
