@@ -253,6 +253,8 @@ def run_command(
             report["exploration"] = {k: v for k, v in vars(exploration).items() if k != "hazards"}
         else:
             report |= {"instructions": result.instructions, "barriers": result.barriers}
+            if result.profile is not None:
+                report["profile"] = result.profile.as_dict()
         print(json.dumps(report), file=out)
     else:
         if exploration is None and result.profile is not None:

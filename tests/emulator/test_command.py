@@ -69,6 +69,12 @@ def test_profile_is_printed_on_stdout(folder):
     assert stdout.getvalue().splitlines()[-2:] == ["global load            2    256", "global store           2    256"]
 
 
+def test_json_holds_the_profile(folder):
+    stdout = io.StringIO()
+    assert run(folder, GOOD, profile=True, as_json=True, stdout=stdout)[0] == 0
+    assert json.loads(stdout.getvalue())["profile"]["traffic"]["global load"] == {"operations": 2, "bytes": 256}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
