@@ -196,8 +196,8 @@ def functions(config: Config) -> tuple[Function, ...]:
 def entry_configs(config: Config, arch: str) -> tuple[Config, ...]:
     """The config of each entry of attention.cu, by tile rows: `config` itself, or, where tile_rows is left to the launch, one for each.
 
-    The kernels for sm_90a have a choice: tile rows are the N of their MMAs. With m_pack 2 a part has a warp for each 32 rows, so that tiles of
-    fewer leave warps idle: a config can ask for them.
+    The kernels for sm_90a have a choice: tile rows are the N of their MMAs. With m_pack 2 a part has a warp for each 32 rows, so that tiles
+    of fewer leave warps idle: a config can ask for them.
     """
     if arch != "sm_90a" or config.tile_rows is not None or (config.shared_key and config.m_pack != 4):
         return (config,)

@@ -2,7 +2,7 @@
 //
 // Generated from templates/kernels/attention_sm100a.cu.j2 for config d256_m2 on sm_100a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d256_m2
+//     fa4gen emit --config d256_m2.yaml
 //
 // One CTA works on one tile of 64 query rows (positions x heads of one KV head), 256 deep, over key tiles of 256 keys, by tcgen05.mma.ws
 // with M = 64. An accumulator of 64 rows x N columns is folded onto all 128 lanes of tensor memory: element (m, n) lies in lane

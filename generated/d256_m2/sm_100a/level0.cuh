@@ -2,7 +2,7 @@
 //
 // Generated from templates/functions/level0.cuh.j2 for config d256_m2 on sm_100a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d256_m2
+//     fa4gen emit --config d256_m2.yaml
 #pragma once
 
 #ifndef FA4_FUNCTIONS_ACCUMULATOR_CUH_64

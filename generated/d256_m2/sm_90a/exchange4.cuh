@@ -2,7 +2,7 @@
 //
 // Generated from templates/functions/exchange4.cuh.j2 for config d256_m2 on sm_90a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d256_m2
+//     fa4gen emit --config d256_m2.yaml
 #pragma once
 
 #ifndef FA4_BAR_SYNC

@@ -2,7 +2,7 @@
 //
 // Generated from templates/unit/unit.cu.j2 for config d256_m2 on sm_90a.
 // Do not edit: change the template or the config, then run
-//     fa4gen emit --config d256_m2
+//     fa4gen emit --config d256_m2.yaml
 
 // Waits until `threads` threads (whole warps) have arrived at barrier `id` of this CTA; orders their shared-memory accesses.
 // PTX ISA "bar".
