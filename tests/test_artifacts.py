@@ -14,7 +14,7 @@ from fa4gen.codegen import artifacts
 from fa4gen.codegen.artifacts import EmitError
 from fa4gen.codegen.compiler import Module, compile_all
 from fa4gen.codegen.config import Config, load_shipped, parse_config
-from fa4gen.codegen.geometry import derive, symbol
+from fa4gen.codegen.geometry import derive, entry_configs, symbol
 from fa4gen.codegen.render import template_source
 
 FIELDS = {"name": "small", "ov_depth": 64, "shared_key": False}
@@ -36,9 +36,8 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 
 def test_what_is_written(tree: Path) -> None:
-    names = {"combine.cuh", "unit.cu", "unit.ptx", "manifest.json"}
-    full = {f"small/sm_100a/{name}" for name in ("attention.cu", "attention.ptx")}
-    assert set(files_of(tree)) == full | {f"small/{arch}/{name}" for arch in ("sm_90a", "sm_100a") for name in names}
+    names = {"combine.cuh", "unit.cu", "unit.ptx", "attention.cu", "attention.ptx", "manifest.json"}
+    assert set(files_of(tree)) == {f"small/{arch}/{name}" for arch in ("sm_90a", "sm_100a") for name in names}
     ptx = (tree / "small/sm_100a/unit.ptx").read_text()
     assert ".target sm_100a" in ptx
     assert str(tree) not in ptx
@@ -179,7 +178,7 @@ def test_a_kernel_that_spills_is_not_emitted(tmp_path: Path, config: Config, mon
     assert not (tmp_path / "out").exists()
     with pytest.raises(EmitError):
         artifacts.emit(parse_config(FIELDS | {"allow_spills": ["another"]}), config.arch, tmp_path / "out")
-    every_entry = ["unit_combine", *(symbol(config, arch) for arch in config.arch)]
+    every_entry = ["unit_combine", *(symbol(entry, arch) for arch in config.arch for entry in entry_configs(config, arch))]
     artifacts.emit(parse_config(FIELDS | {"allow_spills": every_entry}), config.arch, tmp_path / "out")
     manifest = json.loads((tmp_path / "out/small/sm_90a/manifest.json").read_text())
     assert manifest["kernels"]["unit_combine"]["spill_load_bytes"] == 224
