@@ -219,7 +219,7 @@ def record_attention(
         return f"{array.upper()} depth {coordinates[0]}"
 
     recorder = Recorder(arrays, SHARED_START, label)
-    cluster = getattr(launch, "cluster", 1)
+    cluster = launch.cluster
     try:
         result = Program.from_ptx(compiled.ptx).launch(
             launch.entry,
