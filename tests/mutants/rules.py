@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-ORDER = ("race",)
-"""An access that nothing orders any more."""
+ORDER = ("race", "tcgen05_fence")
+"""An access that nothing orders any more; tcgen05 accesses need a synchronisation between their fences."""
 EARLY = ("race", "uninitialized")
 """Data are used before they are there; before anything is there, in the first phase."""
 HANG_OR_EARLY = ("race", "deadlock", "mbarrier")
@@ -139,7 +139,7 @@ def _(text: Listing) -> Iterator[Edit]:
             yield Edit(index, {index: f"bar.sync {found[1]}, {threads + 32};"})
 
 
-@rule("bar.sync before the last store that it orders", "race")
+@rule("bar.sync before the last store that it orders", *ORDER)
 def _(text: Listing) -> Iterator[Edit]:
     for index, found in text.find(BAR):
         threads = text.constant(found[2])
@@ -166,7 +166,7 @@ substitution(
 substitution("mbarrier wait weakened to relaxed", ORDER, r"try_wait\.parity\.shared", "try_wait.parity.relaxed.cta.shared")
 dropped("mbarrier arrive dropped", ("deadlock",), r"mbarrier\.arrive\.shared")
 substitution("mbarrier arrive twice", HANG_OR_EARLY, ARRIVE, r"\g<0> \g<0>")
-substitution("mbarrier arrive weakened to relaxed", ORDER, r"mbarrier\.arrive\.shared", "mbarrier.arrive.relaxed.cta.shared")
+substitution("mbarrier arrive weakened to relaxed", ("race", "mbarrier"), r"mbarrier\.arrive\.shared", "mbarrier.arrive.relaxed.cta.shared")
 substitution("expect_tx dropped", ("race", "mbarrier", "deadlock"), EXPECT, r"mbarrier.arrive.shared::cta.b64 _, [\1];")
 substitution("expect_tx of 16 bytes more", ("deadlock", "mbarrier"), EXPECT,
              r"{ .reg .b32 more; add.u32 more, \2, 16; mbarrier.arrive.expect_tx.shared::cta.b64 _, [\1], more; }")  # fmt: skip
@@ -177,7 +177,7 @@ substitution("mbarrier.init with one arrival more", ("deadlock",), INIT,
              r"{ .reg .b32 more; add.u32 more, \2, 1; mbarrier.init.shared::cta.b64 [\1], more; }")  # fmt: skip
 
 
-@rule("mbarrier.init with one arrival less", "mbarrier", "race")
+@rule("mbarrier.init with one arrival less", *HANG_OR_EARLY, "uninitialized")
 def _(text: Listing) -> Iterator[Edit]:
     for index, found in text.find(INIT):
         count = text.constant(found[2])
@@ -252,13 +252,13 @@ def _(text: Listing) -> Iterator[Edit]:
 
 PROXY = r"^\s*fence\.proxy\.async[.\w:]*;"
 
-dropped("fence.proxy.async dropped", ("proxy_fence",), r"fence\.proxy\.async")
-substitution("fence.proxy.async weakened to fence.acq_rel", ("proxy_fence",), PROXY, "fence.acq_rel.cta;")
+dropped("fence.proxy.async dropped", ("proxy_fence", "race"), r"fence\.proxy\.async")
+substitution("fence.proxy.async weakened to fence.acq_rel", ("proxy_fence", "race"), PROXY, "fence.acq_rel.cta;")
 dropped("fence.mbarrier_init dropped", ("mbarrier", "proxy_fence"), r"fence\.mbarrier_init")
 substitution("atomic weakened to relaxed", ORDER, r"\batom\.acq_rel\b", "atom.relaxed")
 
 
-@rule("fence.proxy.async after the barrier that publishes the data", "proxy_fence")
+@rule("fence.proxy.async after the barrier that publishes the data", "proxy_fence", "race")
 def _(text: Listing) -> Iterator[Edit]:
     for index, found in text.find(PROXY):
         after = next(text.find(rf"{ARRIVE}|{BAR}", index + 1, 14), None)

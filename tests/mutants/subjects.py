@@ -73,7 +73,10 @@ class Subject:
                 for index, step in enumerate(steps):
                     steps[index] = _noting(step, seen, decoded.lines[index])
             launch = make().launch
-            outcome = program.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, launch.args, memory=Memory(), check=False)
+            outcome = program.launch(
+                launch.entry, launch.grid, launch.block, launch.smem_bytes, launch.args, memory=Memory(), check=False,
+                cluster=(getattr(launch, "cluster", 1), 1, 1),
+            )  # fmt: skip
             result.append((outcome.instructions, seen))
         return result
 
@@ -145,8 +148,9 @@ def execute(program: Program, trial: Trial, instructions: int, seed: int, tensor
     budget = BUDGET * instructions + (1 << 15)
     try:
         result = program.launch(
-            launch.entry, launch.grid, launch.block, launch.smem_bytes, args, memory=Memory(), seed=seed, budget=budget, **options
-        )
+            launch.entry, launch.grid, launch.block, launch.smem_bytes, args, memory=Memory(), seed=seed, budget=budget,
+            cluster=(getattr(launch, "cluster", 1), 1, 1), **options,
+        )  # fmt: skip
     except PtxError as error:
         return {"deadlock" if "its budget is" in str(error) else "refused", *(hazard.kind for hazard in error.hazards)}
     found = {hazard.kind for hazard in result.hazards}
@@ -212,7 +216,7 @@ def _attention_trial(
 
 
 _SM100: tuple[dict[str, Any], ...] = (
-    {"keys": 1300}, {"keys": 600, "partition_keys": 256}, {"keys": 700, "growth": 20.0}, {"keys": 9},
+    {"keys": 1300, "group": 32}, {"keys": 600, "partition_keys": 256}, {"keys": 700, "growth": 20.0}, {"keys": 9},
 )  # fmt: skip
 
 
@@ -226,11 +230,11 @@ def subjects() -> tuple[Subject, ...]:
         _attention(
             "d256",
             "sm_90a",
-            {"keys": 140, "batch": 3, "ctas": 1},
-            {"keys": 330, "partition_keys": 128, "ctas": 2},
+            {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
+            {"keys": 640, "partition_keys": 64, "ctas": 2},
             without="^ring one slot|^parity kept",
         ),
-        _attention("d512", "sm_90a", {"keys": 140, "batch": 3, "ctas": 1}, {"keys": 300, "partition_keys": 128, "ctas": 2}),
+        _attention("d512", "sm_90a", {"keys": 140, "batch": 3, "ctas": 1, "group": 32}, {"keys": 300, "partition_keys": 128, "ctas": 2}),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
         # K and V of d64 take turns in an even ring: V never has its last slot.
         _attention("d64", "sm_100a", *_SM100, without="^ring one slot|^parity kept"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 
 import pytest
 
 from fa4gen.codegen.emulator import Program
 
-from .equivalents import equivalent
+from .equivalents import NOT_FOUND, equivalent
 from .subjects import Mutant, Subject, execute, subjects
 
 SEEDS = 20
@@ -19,36 +18,36 @@ UNITS = [subject for subject in subjects() if subject.file == "unit.ptx"]
 ATTENTION = [subject for subject in subjects() if subject.file == "attention.ptx"]
 
 
-PENDING = re.compile("fence|bar.warp.sync|^bulk|arrive weakened to relaxed|wait weakened to relaxed|mbarrier wait dropped|arrival less")
-"""Rules whose checks are being written."""
-
-
 def by_name(subject: Subject) -> str:
     return subject.name
 
 
 def selected(subject: Subject) -> list[Mutant]:
-    """All mutants of a unit kernel; of the attention kernels of a target two sites a rule, dealt out to the kernels."""
-    mutants = [mutant for mutant in subject.mutants() if not PENDING.search(mutant.rule)]
+    """All mutants of a unit kernel; of the attention kernels of a target one site a rule, dealt out to the kernels."""
+    mutants = list(subject.mutants())
     if subject.file == "unit.ptx":
         return mutants
     peers = [other.name for other in ATTENTION if other.arch == subject.arch]
     sites = Counter(mutant.rule for mutant in mutants)
-    wanted = set()
-    for turn, rule in enumerate(sorted(sites)):
-        ahead = (peers.index(subject.name) - turn) % len(peers)
-        wanted |= {(rule, 0)} if ahead == 0 else {(rule, sites[rule] // 2)} if ahead == 1 else set()
+    # A rule's first site in one kernel, its middle site in the next.
+    wanted = {
+        (rule, 0 if turn // len(peers) % 2 else sites[rule] // 2)
+        for turn, rule in enumerate(sorted(sites))
+        if peers[turn % len(peers)] == subject.name
+    }
     return [mutant for mutant in mutants if (mutant.rule, mutant.number) in wanted]
 
 
 @pytest.mark.parametrize("subject", subjects(), ids=by_name)
 def test_mutants_are_found(subject):
-    """At least 95 % under the default seed, all of them within 20 seeds."""
+    """All but those listed: at least 95 % under the default seed, the others within 20 seeds."""
     late, missed, count = [], [], 0
     for mutant in selected(subject):
         assert mutant.trial is not None, f"{mutant.name} changes nothing that is executed"
         if equivalent(mutant) is not None:
             assert not mutant.run(0), f"{mutant.name} is listed as equivalent"
+            continue
+        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
             continue
         count += 1
         wanted = set(mutant.kinds)
@@ -62,10 +61,16 @@ def test_mutants_are_found(subject):
     assert len(late) <= max(1, count // 20), late
 
 
+def test_few_mutants_are_not_found():
+    mutants = [mutant for subject in subjects() for mutant in selected(subject)]
+    bugs = [mutant for mutant in mutants if equivalent(mutant) is None]
+    assert len(NOT_FOUND) <= 0.05 * len(bugs)
+
+
 def test_the_catalogue_covers_what_it_claims():
     mutants = [mutant for subject in subjects() for mutant in selected(subject)]
-    assert len({mutant.rule for mutant in mutants}) > 40
-    assert len(mutants) >= 200
+    assert len({mutant.rule for mutant in mutants}) >= 50
+    assert len(mutants) >= 250
     for arch in ("sm_90a", "sm_100a"):
         assert {m.subject.file for m in mutants if m.subject.arch == arch} == {"unit.ptx", "attention.ptx"}
 
