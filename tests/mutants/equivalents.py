@@ -65,7 +65,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
 )  # fmt: skip
 
 
-_MERGE = "in the merge of partitions, which these launches reach with one cluster only: nothing there is used a second time"
+_MERGE = "in a merge of partitions that these launches do not execute: theirs is the one within a cluster"
 
 NOT_FOUND: dict[tuple[str, str, int], str] = {
     ("d256-sm_90a-attention", "mbarrier arrive weakened to relaxed", 4): _MERGE,

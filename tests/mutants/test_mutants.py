@@ -43,11 +43,11 @@ def test_mutants_are_found(subject):
     """All but those listed: at least 95 % under the default seed, the others within 20 seeds."""
     late, missed, count = [], [], 0
     for mutant in selected(subject):
+        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
+            continue
         assert mutant.trial is not None, f"{mutant.name} changes nothing that is executed"
         if equivalent(mutant) is not None:
             assert not mutant.run(0), f"{mutant.name} is listed as equivalent"
-            continue
-        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
             continue
         count += 1
         wanted = set(mutant.kinds)
