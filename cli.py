@@ -230,6 +230,7 @@ def list_configs() -> None:
 @click.option("--smem", type=click.IntRange(min=0), default=0, show_default=True, help="Bytes of dynamic shared memory.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the scheduler.")
 @click.option("--schedule", metavar="POLICY", default="random", show_default=True, help="round-robin, starve:WARPS or ahead:WARPS (4-7).")
+@click.option("--budget", type=click.IntRange(min=1), help="Warp instructions before the run is given up; default: ten million.")
 @click.option("--explore", type=click.IntRange(min=1), metavar="N", help="Every order of the synchronisation events, at most N; one CTA.")
 @click.option("--region", "regions", multiple=True, metavar="NAME=OFFSET,BYTES[,NxM]", help="Name dynamic shared memory.  Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON on stdout.")

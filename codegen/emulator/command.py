@@ -39,6 +39,8 @@ HAZARD_KINDS = (
     "tmem_lane", "tmem_allocation", "mbarrier", "tensor_map", "async_exit",
 )  # fmt: skip
 MAX_ARRAY_BYTES = 1 << 32
+MAX_PTX_BYTES = 1 << 26
+DEFAULT_COMMAND_BUDGET = 10_000_000  # warp instructions; the slowest kernels, endless loops of stores, take minutes for them
 _SCALARS: dict[str, Any] = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
@@ -139,10 +141,8 @@ def _array(spec: str, arrays: _Arrays) -> Array:
 
 def _tensor_map(spec: str, path: Path, arrays: _Arrays) -> TensorMap:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"argument {spec!r}: {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+        fields = json.loads(_read_text(path, "JSON"))
+    except json.JSONDecodeError as error:
         raise UsageError(f"argument {spec!r}: {path} is not JSON ({error})") from None
     if not isinstance(fields, dict) or "array" not in fields or "box" not in fields:
         raise UsageError(f"argument {spec!r}: {path} needs an object with at least 'array' and 'box'")
@@ -216,6 +216,7 @@ def run_command(
     schedule: str = "random",
     explore: int | None = None,
     regions: Sequence[str] = (),
+    budget: int | None = None,
     as_json: bool = False,
     progress: Callable[[int], None] | None = None,
     stdout: TextIO | None = None,
@@ -225,18 +226,19 @@ def run_command(
 
     entry: None takes the only entry of the file. ignore: hazard kinds that are neither listed nor counted. profile: print wavefronts of
     shared memory by PTX line and bytes by engine on stdout. explore: execute at most so many orders of the synchronisation events instead
-    of one; different outputs are a finding too. as_json: print the findings as one JSON object on stdout. Outputs are saved unless the run
-    could not be made.
+    of one; different outputs are a finding too. budget: warp instructions after which the run is given up (DEFAULT_COMMAND_BUDGET).
+    as_json: print the findings as one JSON object on stdout. Outputs are saved unless the run could not be made.
     """
+    budget = budget or DEFAULT_COMMAND_BUDGET
     err = sys.stderr if stderr is None else stderr
     out = sys.stdout if stdout is None else stdout
     exploration: Exploration | None = None
     try:
         with _prepared(Path(file), entry, grid, block, smem, ignore, args, regions) as launch:
             if explore:
-                exploration = launch.explore(explore, progress)
+                exploration = launch.explore(explore, budget, progress)
             else:
-                result = launch.run(seed, check, profile, schedule, progress)
+                result = launch.run(seed, check, profile, schedule, budget, progress)
     except (UsageError, PtxError, LaunchError) as error:
         # What was found before a launch was given up is often why.
         for hazard in error.hazards if isinstance(error, PtxError) else ():
@@ -293,19 +295,38 @@ class _Launch:
         """Outputs nobody has written: those reached through a tensor map only are poisoned too."""
         return [self.arrays.by_path[path] for path in self.arrays.fresh]
 
-    def run(self, seed: int, check: bool, profile: bool, schedule: str, progress: Callable[[int], None] | None) -> LaunchResult:
+    def run(
+        self, seed: int, check: bool, profile: bool, schedule: str, budget: int, progress: Callable[[int], None] | None
+    ) -> LaunchResult:
         memory = Memory()
         for array in self.fresh:
             memory.poison(array)
         return self.program.launch(
             self.entry, self.grid, self.block, self.smem, self.values, memory=memory, seed=seed, check=check, progress=progress,
-            profile=profile, schedule=schedule, regions=self.regions,
+            profile=profile, schedule=schedule, regions=self.regions, budget=budget,
         )  # fmt: skip
 
-    def explore(self, limit: int, progress: Callable[[int], None] | None) -> Exploration:
+    def explore(self, limit: int, budget: int, progress: Callable[[int], None] | None) -> Exploration:
         return self.program.explore(
-            self.entry, self.grid, self.block, self.smem, self.values, limit, regions=self.regions, poisoned=self.fresh, progress=progress
+            self.entry, self.grid, self.block, self.smem, self.values, limit, regions=self.regions, poisoned=self.fresh, budget=budget,
+            progress=progress,
         )
+
+
+def _read_text(file: Path, kind: str = "PTX") -> str:
+    try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file} cannot be read (not a regular file)")
+        with file.open("rb") as opened:
+            data = opened.read(MAX_PTX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({error.strerror})") from None
+    if len(data) > MAX_PTX_BYTES:
+        raise UsageError(f"{file} has more than {MAX_PTX_BYTES:,} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not {kind} text") from None
 
 
 @contextmanager
@@ -324,13 +345,7 @@ def _prepared(
         if kind not in HAZARD_KINDS:
             raise UsageError(f"--ignore {kind!r} is none of {', '.join(HAZARD_KINDS)}")
     grid3, block3 = parse_dims(grid, "grid"), parse_dims(block, "block")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{file} is not PTX text") from None
-    program = Program.from_ptx(text)
+    program = Program.from_ptx(_read_text(file))
     if entry is None:
         if len(program.entries) != 1:
             raise UsageError(f"--entry is needed: {file} has {', '.join(program.entries) or 'no entry'}")

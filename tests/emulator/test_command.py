@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import numpy as np
 import pytest
@@ -138,3 +139,41 @@ def test_tensor_map_arguments(folder):
         status, text = run(folder, ["tensormap:@a.json", "tensormap:@b.json"], file="t.ptx", entry="copy", grid="1")
         assert (status, text.count("\n")) == (2, 1)
         assert words in text
+
+
+ENDLESS = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry endless(.param .u64 p)
+{
+    .reg .b64 %rd<2>;
+    .reg .b32 %r<2>;
+    ld.param.u64 %rd1, [p];
+    mov.u32 %r1, 1;
+AGAIN:
+    st.global.u32 [%rd1], %r1;
+    bra AGAIN;
+}
+"""
+
+
+def test_an_endless_kernel_ends_with_its_budget_in_one_line(tmp_path):
+    (tmp_path / "endless.ptx").write_text(ENDLESS)
+    out, err = io.StringIO(), io.StringIO()
+    arguments = [f"out:uint32[1]:{tmp_path / 'y.npy'}"]
+    assert run_command(tmp_path / "endless.ptx", None, block="1", args=arguments, budget=5000, stdout=out, stderr=err) == 2
+    assert len(err.getvalue().splitlines()) == 1
+    assert "5000" in err.getvalue()
+    assert not (tmp_path / "y.npy").exists()
+
+
+def test_a_file_that_is_no_file_or_too_large_is_refused_at_once(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("fa4gen.codegen.emulator.command.MAX_PTX_BYTES", 100)
+    (tmp_path / "large.ptx").write_text(ENDLESS)
+    for name, word in (("pipe", "regular file"), ("large.ptx", "bytes")):
+        err = io.StringIO()
+        assert run_command(tmp_path / name, None, stderr=err) == 2
+        assert len(err.getvalue().splitlines()) == 1
+        assert word in err.getvalue()
