@@ -1,7 +1,7 @@
 """All that is derived from a config: tiles, memory maps, ring, symbol names. Each number is computed here once; templates index them.
 
 Common derivations are in this module, a target's own maps and rules in geometry_sm90.py and geometry_sm100.py.
-Source of the rules: the packed-TMEM warp-specialised attention design (see README.md for the terms).
+Source of the rules: the packed-TMEM warp-specialised attention design.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ class Cell:
 
 
 _FIELDS = tuple(field.name for field in fields(Cell))
-_COUNTS = tuple(name for name in _FIELDS if name != "published_us")
 
 
 def _cell(given: Mapping[str, Any], where: str) -> Cell:

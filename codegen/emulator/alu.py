@@ -345,13 +345,13 @@ def _extreme(asm: Assembler, words: list[str], integer: Any, single: Any, half: 
 @instruction("max")
 def _max(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.1.12, 9.7.3.12, 9.7.4.8"""
-    return _extreme(asm, words, _maximum, fp.max_f32, fp.max_16, into2(np.fmax))
+    return _extreme(asm, words, _maximum, fp.max_f32, fp.max_16, into2(fp.max_f64))
 
 
 @instruction("min")
 def _min(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.1.11, 9.7.3.11, 9.7.4.7"""
-    return _extreme(asm, words, _minimum, fp.min_f32, fp.min_16, into2(np.fmin))
+    return _extreme(asm, words, _minimum, fp.min_f32, fp.min_16, into2(fp.min_f64))
 
 
 @instruction("sad")
@@ -989,7 +989,6 @@ def _whole_destination(asm: Assembler, item: Operand, part: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- conversion
 
 
-_NARROW_FLOATS = ("f16", "bf16")
 _INTEGRAL = ("rni", "rzi", "rmi", "rpi")
 
 

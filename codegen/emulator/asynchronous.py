@@ -352,15 +352,12 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         group = w.group
         single = bool((address[mask] == address[lane]).all() and (r[token][mask] == r[token][lane]).all())
         lanes = [lane] if single else np.flatnonzero(mask).tolist()
-        waiting: MBarrier | None = None
         for each in lanes:
             barrier = mbarrier_at(w, code, int(address[each]), each)
             done = passed(barrier, int(r[token][each]))
             if (observer := w.cta.launch.observer) is not None:
                 observer.mbarrier_wait(w, barrier, done)
-            if not done:
-                waiting = barrier
-            elif w.cta.check:
+            if done and w.cta.check:
                 if acquire and barrier.done is not None:
                     w.clock.join(barrier.done)
                 _note_passed(w, code, barrier, each, blocking)
@@ -377,9 +374,6 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 np.copyto(r[p], done, where=mask)
             else:
                 r[p][each] = done
-        if waiting is not None and not single and not group.spurious:
-            # Lanes that test different barriers cannot be parked on one of them: the program polls.
-            w.cta.launch.progress_count += 0
         group.spurious = False
         return None
 

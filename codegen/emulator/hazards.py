@@ -67,7 +67,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """One finding. kind is one of DESIGN section 5; line, warp and lane are where it was noticed, `other` the earlier access."""
+    """One finding. kind is one of those docs/checks.md lists; line, warp and lane are where it was noticed, `other` the earlier access."""
 
     kind: str
     message: str

@@ -337,7 +337,6 @@ def tmem_map(shape: str, num: int, half_split: int = 0, pack16: bool = False) ->
     return _frozen(lane), _frozen(column)
 
 
-tmem_ld_map = tmem_map
 
 
 @lru_cache(maxsize=64)

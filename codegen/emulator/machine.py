@@ -52,7 +52,6 @@ ALL.setflags(write=False)
 ALL_BYTES = ALL.tobytes()
 NONE_BYTES = bytes(WARP)
 FULL_BITS = 0xFFFF_FFFF
-_LANE_BITS = 1 << np.arange(WARP, dtype=np.uint64)
 NAMED_BARRIERS = 16
 MAX_RESIDENT = 1024
 """CTAs that are resident at most; more are started only when the resident ones cannot go on."""

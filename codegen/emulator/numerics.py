@@ -524,11 +524,6 @@ def _finish_16(x: F32, bits: U16, largest: int, infinity: int, relu: bool, satfi
     return _relu_16(bits) if relu else bits
 
 
-def pack_16(high: U16, low: U16) -> U32:
-    """Two 16-bit values in a 32-bit register. `cvt.rn.bf16x2.f32 d, a, b` puts a in the high and b in the low half (9.7.9.21)."""
-    return high.astype(np.uint32) << np.uint32(16) | low
-
-
 def f32_to_tf32(x: F32, rounding: str = "rna", relu: bool = False) -> U32:
     """cvt.{rna,rn,rz}{.relu}.tf32.f32: 10 mantissa bits, the low 13 bits zero (9.7.9.21).
 

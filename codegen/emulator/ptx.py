@@ -190,7 +190,6 @@ _SPECIAL = re.compile(
     r"is_explicit_cluster|cluster_ctarank|cluster_nctarank|lanemask_(?:eq|le|lt|ge|gt)|clock|clock64|clock_hi|globaltimer|globaltimer_lo|"
     r"globaltimer_hi|total_smem_size|aggr_smem_size|dynamic_smem_size|envreg\d+|pm\d+|current_graph_exec|reserved_smem_offset_\w+)$"
 )
-_IGNORED_DIRECTIVES = (".file", ".loc", ".pragma", ".section", ".alias", ".weak")
 _LINKAGE = (".visible", ".extern", ".weak", ".common")
 _SPACES = (".global", ".shared", ".const", ".local", ".param")
 _BRANCHES = ("bra", "brx")
