@@ -308,6 +308,20 @@ def test_double_precision(assemble, text, reference):
     assert np.array_equal(out, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize(("opcode", "zeros"), [("max", [0.0, 0.0, 0.0, -0.0]), ("min", [-0.0, -0.0, 0.0, -0.0])])
+def test_f64_extremes_order_the_zeros_and_lose_nans(assemble: Callable[..., Any], opcode: str, zeros: list[float]) -> None:
+    quiet, signalling = 0x7FF8000000000000, 0x7FF0000000000001
+    a = np.array([0.0, -0.0, 0.0, -0.0] * 8, np.float64)
+    b = np.array([-0.0, 0.0, 0.0, -0.0] * 8, np.float64)
+    out = run_op(assemble, f"{opcode}.f64 {{d}}, {{a}}, {{b}};", ["f64", "f64"], "f64", [a, b])
+    assert out.view(np.uint64).tolist() == np.array(zeros * 8, np.float64).view(np.uint64).tolist()
+    for nan in (quiet, signalling):
+        x = np.full(32, nan, np.uint64).view(np.float64)
+        y = np.arange(32, dtype=np.float64)
+        for operands in ([x, y], [y, x]):
+            assert (run_op(assemble, f"{opcode}.f64 {{d}}, {{a}}, {{b}};", ["f64", "f64"], "f64", operands) == y).all()
+
+
 def test_flush_to_zero_keeps_the_sign(assemble):
     tiny = np.full(32, -1e-40, np.float32)
     one = np.ones(32, np.float32)
