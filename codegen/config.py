@@ -77,6 +77,11 @@ class ConfigError(ValueError):
         where = f"{source}: " if key is None else f"{source}: {key} = {_shown(value)}: "
         super().__init__(one_line(f"{where}[{rule}] {sentence}; {remedy}"))
 
+    def on_target(self, arch: str) -> ConfigError:
+        """The same refusal, naming the target whose limits it speaks of."""
+        remedy = f"{self.remedy}, or leave {arch} out of arch"
+        return ConfigError(self.rule, f"on {arch} {self.sentence}", key=self.key, value=self.value, remedy=remedy, source=self.source)
+
     def with_source(self, source: str) -> ConfigError:
         """The same refusal, naming the file it came from."""
         return ConfigError(self.rule, self.sentence, key=self.key, value=self.value, remedy=self.remedy, source=source)

@@ -178,7 +178,13 @@ def derive(config: Config, arch: str) -> Geometry:
         require(arch in config.arch, "arch-enabled", "arch", list(config.arch), f"add {arch} to arch, or use {' or '.join(config.arch)}")
     except ConfigError as error:
         raise error.with_source(config.name) from None
-    return _derive(config, arch, switched_off())
+    try:
+        return _derive(config, arch, switched_off())
+    except ConfigError as error:
+        if len(config.arch) == 1:
+            raise
+        # Each target has its own limits: say whose these are, and that the other one can be had alone.
+        raise error.on_target(arch) from None
 
 
 def all_rules() -> dict[str, str]:

@@ -263,3 +263,14 @@ def test_schema_describes_the_shipped_files() -> None:
 def test_config_round_trips_through_json() -> None:
     config = parse_config(SHARED_512 | {"tile_rows": 16, "allow_spills": ["k"]})
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
+
+
+def test_a_refusal_by_one_of_several_targets_names_it() -> None:
+    fields = {"name": "x", "ov_depth": 512, "shared_key": True, "ring_slots": 5}
+    with pytest.raises(ConfigError, match=r"on sm_100a .*leave sm_100a out of arch") as refused:
+        parse_config(fields)
+    assert refused.value.rule == "smem-bytes"
+    with pytest.raises(ConfigError) as alone:
+        parse_config(fields | {"arch": ["sm_100a"]})
+    assert "sm_100a" not in str(alone.value)
+    assert parse_config(fields | {"arch": ["sm_90a"]}).ring_slots == 5
