@@ -328,6 +328,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     warp_rows = min(tile_rows, WARP_THREADS)
     merge_row_quads = partial_floats // 4 // WARPGROUP_THREADS
     key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
+    if key_steps == 2 and tile_rows > WARP_THREADS and not config.use_fma:
+        key_steps = 4  # two row warps a part and scores scaled beforehand: half a tile's scores would not fit either
     # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too
     # few registers, and setmaxnreg gives back what producers do not need.
     producer_warps = -(-(m_pack + 1) // 4) * 4

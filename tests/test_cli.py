@@ -179,7 +179,12 @@ def test_interrupt_is_quiet(tmp_path: Path) -> None:
         "import sys, time, click; from fa4gen import cli\n@cli.cli.command()\ndef wait():\n  print('up', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", waiting + "sys.exit(cli.main(['wait']))"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", waiting + "sys.exit(cli.main(['wait']))"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what it runs in the background with interrupts ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
