@@ -311,3 +311,17 @@ def test_attention_is_right_on_the_gpu(depth, pack, rows):
                 problem = Problem(c, *shape)
                 gpu.run(module, problem.launch(**options))
                 problem.check(depth**-0.5)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("shape", [(1, 32, 65, 2, 2), (2, 8, 63, 6, 1), (1, 8, 300, 8, 1)], ids=str)
+def test_scores_scaled_first_with_64_rows_of_depth_128(mask, shape):
+    """The case with the most registers: four key steps a tile, and no spills."""
+    c = config(ov_depth=128, use_fma=False, mask=mask, tile_rows=64, **M2)
+    assert geometry(c).key_steps == 4
+    batch, q_len, keys, group, kv_heads = shape
+    problem = Problem(c, batch, q_len, keys, group, kv_heads)
+    module = compiler.compile_source(source(c), "sm_90a", "attention.cu")
+    assert all(kernel.spill_store_bytes == kernel.spill_load_bytes == 0 for kernel in module.kernels.values())
+    assert EmulatorBackend(seed=1).run(compiled(source(c)), problem.launch()).hazards == []
+    problem.check(128**-0.5)
