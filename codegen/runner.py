@@ -59,7 +59,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. golden: "match", "DIFFERS", or why there is nothing to compare."""
+    """One line of the table. golden: "match", "DIFFERS", "MISSING" (a checkout without it), or why there is nothing to compare."""
 
     arch: str
     kernel: str
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        return self.verdict is not None and (not self.verdict.ok or bool(self.hazards) or self.golden == "DIFFERS")
+        return self.verdict is not None and (not self.verdict.ok or bool(self.hazards) or self.golden in ("DIFFERS", "MISSING"))
 
 
 # --- what runs where --------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _golden_state(config: Config, arch: str, kernel: str, matches: Callable[[Map
         return "-"
     stored = golden.load(config.name, arch, kernel)
     if stored is None:
-        return "none stored"
+        return "-" if golden.golden_folder() is None else "MISSING"
     return "match" if matches(stored) else "DIFFERS"
 
 

@@ -207,3 +207,14 @@ def test_no_row_is_cut_or_folded_in_a_narrow_terminal(width):
     combine = row(out.getvalue(), "unit_combine")
     for cell in ("emulator", "4 x 32 x 64", "match", " s"):
         assert cell in combine
+
+
+def test_a_checkout_without_a_golden_is_a_failure_and_an_installed_package_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(golden, "golden_folder", lambda: tmp_path)
+    code, table, _ = run(config="d64", arch="sm_90a")
+    assert code == 1
+    assert "MISSING" in row(table, "unit_combine")
+    monkeypatch.setattr(golden, "golden_folder", lambda: None)
+    code, table, _ = run(config="d64", arch="sm_90a")
+    assert code == 0
+    assert "MISSING" not in table
