@@ -181,6 +181,20 @@ def _resident(ctas: int, cluster: int) -> int:
     return ctas if cluster <= 2 else ctas * 7 // 8 // cluster * cluster
 
 
+def problem_arguments(config: Config, geo: Geometry) -> list[tuple[str, str, str]]:
+    """(name, C type, meaning) of the arguments between the tensor maps and the workspace, which both targets share."""
+    return [
+        ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
+        ("batch", "unsigned", "sequences"),
+        ("q_len", "unsigned", "query positions of each sequence"),
+        ("keys", "unsigned", "keys of each sequence"),
+        ("kv_heads", "unsigned", "KV heads"),
+        ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
+        ("scale", "float", "softmax scale"),
+        ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
+    ]
+
+
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of an entry.
 
@@ -201,14 +215,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("k_map", "CUtensorMap", f"K {config.dtype} {key}, {swizzle}"),
         ("v_map", "CUtensorMap", "V, as k_map"),
         ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {out_swizzle}"),
-        ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
-        ("batch", "unsigned", "sequences"),
-        ("q_len", "unsigned", "query positions of each sequence"),
-        ("keys", "unsigned", "keys of each sequence"),
-        ("kv_heads", "unsigned", "KV heads"),
-        ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
-        ("scale", "float", "softmax scale"),
-        ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
+        *problem_arguments(config, geo),
         ("partitions", "unsigned", f"partitions that cover the keys, at most {geo.max_partitions}; 1 needs no workspace"),
         ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import check_arrays, query_map, tiling
+from .attention import check_arrays, problem_arguments, query_map, tiling
 from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
@@ -44,14 +44,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
             f"V {config.dtype} {key} {geo.v_box_chunks} x {geo.v_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill",
         ),
         ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {geo.out_chunk_cols}, {out_swizzle}"),
-        ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
-        ("batch", "unsigned", "sequences"),
-        ("q_len", "unsigned", "query positions of each sequence"),
-        ("keys", "unsigned", "keys of each sequence"),
-        ("kv_heads", "unsigned", "KV heads"),
-        ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
-        ("scale", "float", "softmax scale"),
-        ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
+        *problem_arguments(config, geo),
         ("partitions", "unsigned", "partitions that cover the keys; 1 needs no workspace"),
         ("partial_o", "float*", f"workspace, [query tiles][partitions][{geo.depth // 4}][{geo.rows}][4] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles][partitions][{geo.rows}] float32: log2 of the LSE of each partition"),
