@@ -7,6 +7,7 @@ tiles, rings and memory maps by the `derive` functions in geometry.py, through t
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ WARPGROUP_THREADS = 128
 KEY_SPLIT_DEPTH_LIMIT = 128
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_GROUP = 1024
+MAX_WINDOW = 1 << 24
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)
 
 # Rule id -> the sentence a refusal prints. geometry_sm90 adds the rules that only its kernels have (geometry.all_rules() lists them all).
 RULES: dict[str, str] = {
@@ -52,6 +55,11 @@ RULES: dict[str, str] = {
     "split": "split is auto (the fastest partitions of the keys for a launch) or fixed N (partitions of N keys, whatever the batch)",
     "split-key-tiles": "a fixed partition is a whole number of key tiles",
     "group": f"group is 1 to {MAX_GROUP:,}",
+    "page-size": f"page_size goes with kv_layout paged, and is one of {', '.join(map(str, PAGE_SIZES))}",
+    "window-causal": "a window ends at the query's own position: it needs mask causal",
+    "softcap": "softcap is a positive, finite number",
+    "features-shared-key": "paged, ragged and scored variants are in the shared-key kernels",
+    "feature-target": "a feature is generated for the targets that have it",
     "block-keys": "block_keys (BN) is the N of a .ws MMA: 64, 128 or 256",
     "tmem-columns": "S and O of all softmax warpgroups fit 512 TMEM columns",
     "smem-bytes": "shared memory is at most 232,448 bytes",
@@ -192,8 +200,29 @@ class Config(BaseModel):
         None, description="softmax warpgroups, each with its own key tiles and accumulators; derived: 2"
     )
     tile_rows: Positive | None = Field(None, description="rows of a tile that carry queries, the rest is padding; derived: rows")
-    rescale: Literal["eager", "lazy"] = Field(
-        "lazy", description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum"
+    rescale: Literal["eager", "lazy", "exact"] = Field(
+        "lazy",
+        description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum; exact: "
+        "lazy, by whole powers of two, so that no bit of a row depends on when the other rows of its tile ask for it",
+    )
+    kv_layout: Literal["contiguous", "paged"] = Field(
+        "contiguous", description="paged: K and V are pages of page_size keys, which a block table on the device lists for each sequence"
+    )
+    page_size: Annotated[int | None, BeforeValidator(lambda v: v if v is None else _plain_int(v))] = Field(
+        None, description="keys of a page: 1, 16, 32, 64, 128 or 256"
+    )
+    key_lengths: bool = Field(False, description="the keys of each sequence are read on the device (seqused_k)")
+    ragged_queries: bool = Field(
+        False, description="queries of all sequences lie end to end, their starts are read on the device (cu_seqlens_q)"
+    )
+    window: Positive | None = Field(None, description="keys that a query sees at most, its own position the last of them")
+    softcap: float | None = Field(None, description="scores become softcap * tanh(scale * score / softcap)")
+    sinks: bool = Field(False, description="each query head has a logit of its own that takes part in the softmax without a value")
+    page_list: bool = Field(
+        False, description="paged: the block table lists chosen pages, whose places in the sequence are given beside it"
+    )
+    kv_dtype: Literal["float8_e4m3fn"] | None = Field(
+        None, description="type of K and V where it is not dtype; with a scale for each KV head"
     )
     split: str | None = Field(
         None,
@@ -202,6 +231,21 @@ class Config(BaseModel):
     )
     group: int | None = Field(None, description="query heads per KV head, when fixed; else a launch argument")
     allow_spills: Annotated[tuple[str, ...], BeforeValidator(_plain_list)] = Field((), description="kernel entries that may spill")
+
+    def features(self) -> tuple[str, ...]:
+        """What this config asks of a kernel beyond contiguous K and V of equal lengths: off, a feature leaves no trace in the source."""
+        asked = {
+            "paged": self.kv_layout == "paged",
+            "key_lengths": self.key_lengths,
+            "ragged_queries": self.ragged_queries,
+            "window": self.window is not None,
+            "softcap": self.softcap is not None,
+            "sinks": self.sinks,
+            "page_list": self.page_list,
+            "kv_dtype": self.kv_dtype is not None,
+            "exact": self.rescale == "exact",
+        }
+        return tuple(name for name, on in asked.items() if on)
 
     def check(self) -> None:
         """Raises ConfigError for the first rule broken by the fields alone."""
@@ -223,8 +267,27 @@ class Config(BaseModel):
         remedy = "use auto, or fixed and a number of keys, such as fixed 1024"
         legal = self.split is None or re.fullmatch(r"auto|fixed [1-9][0-9]{0,8}", self.split) is not None
         require(legal, "split", "split", self.split, remedy)
+        paged = self.kv_layout == "paged"
+        remedy = "use one of them" if paged else "leave it out, or set kv_layout: paged"
+        require(self.page_size in PAGE_SIZES if paged else self.page_size is None, "page-size", "page_size", self.page_size, remedy)
+        require(paged or not self.page_list, "page-size", "page_list", self.page_list, "set kv_layout: paged and a page_size")
+        require(self.window is None or self.mask == "causal", "window-causal", "window", self.window, "set mask: causal")
+        cap = self.softcap
+        legal = self.window is None or self.window <= MAX_WINDOW
+        require(legal, "window-causal", "window", self.window, f"give at most {MAX_WINDOW:,}")
+        require(cap is None or (math.isfinite(cap) and cap > 0), "softcap", "softcap", cap, "use a number such as 50.0, or leave it out")
+        features = self.features()
+        remedy = "set shared_key: true"
+        require(self.shared_key or not features, "features-shared-key", features[0] if features else "shared_key", True, remedy)
         remedy = "give a group in that range, or leave it out for a launch argument"
         require(self.group is None or 1 <= self.group <= MAX_GROUP, "group", "group", self.group, remedy)
+
+
+def require_features(config: Config, arch: str, supported: frozenset[str]) -> None:
+    """Raises ConfigError for a feature that `arch` has no kernel for."""
+    for feature in config.features():
+        remedy = f"leave it out, or list a target other than {arch}"
+        require(feature in supported, "feature-target", feature, True, remedy, f"{arch} lacks it")
 
 
 def fixed_keys(split: str) -> int | None:

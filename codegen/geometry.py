@@ -228,6 +228,16 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
         parts.append("nofma")
     if config.rescale != "lazy":
         parts.append(config.rescale)
+    flags = {"len": config.key_lengths, "ragged": config.ragged_queries, "sinks": config.sinks, "list": config.page_list}
+    if config.page_size is not None:
+        parts.append(f"p{config.page_size}")
+    parts += [flag for flag, on in flags.items() if on]
+    if config.window is not None:
+        parts.append(f"win{config.window}")
+    if config.softcap is not None:
+        parts.append("cap" + f"{config.softcap:g}".replace(".", "p").replace("-", "m").replace("+", ""))
+    if config.kv_dtype is not None:
+        parts.append("kv8")
     given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
     parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]
     parts.append(arch.replace("_", ""))

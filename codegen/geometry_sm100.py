@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import WARPGROUP_THREADS, Config, require
+from .config import WARPGROUP_THREADS, Config, require, require_features
 from .geometry import (
     F32_BYTES,
     MAX_ACCUMULATOR_READ_COLS,
@@ -20,6 +20,8 @@ from .geometry import (
     place,
 )
 
+# What the kernel has beyond contiguous K and V of equal lengths, see Config.features.
+FEATURES: frozenset[str] = frozenset()
 TMEM_COLUMNS = 512
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
@@ -222,6 +224,7 @@ def _align_down(value: int, step: int) -> int:
 
 def derive_sm100(config: Config) -> Sm100Geometry:
     """The sm_100a geometry. Raises ConfigError naming the rule that the config breaks."""
+    require_features(config, "sm_100a", FEATURES)
     shape = common(config)
     m_pack, rows, depth, warpgroups = shape["m_pack"], shape["rows"], shape["depth"], shape["warpgroups"]
     qk_stages, pv_mma_n, o_tiles, o_phys_cols = shape["qk_stages"], shape["pv_mma_n"], shape["o_tiles"], shape["o_phys_cols"]

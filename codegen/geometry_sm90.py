@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config import WARPGROUP_THREADS, Config, register_rules, require
+from .config import WARPGROUP_THREADS, Config, register_rules, require, require_features
 from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, WGMMA_TILE_ROWS, Geometry, Region, common, place
 
+# What the shared-key kernel has beyond contiguous K and V of equal lengths, see Config.features.
+FEATURES: frozenset[str] = frozenset()
 MMA_M = 64
 MMA_K = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary
@@ -146,6 +148,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
 
     Shared-key configs with m_pack 2 get one too: their unit kernels use its common part, and no full kernel is made from the rest.
     """
+    require_features(config, "sm_90a", FEATURES if config.m_pack == 4 else frozenset())
     if not config.shared_key:
         return _derive_key_split(config)
     shape = common(config)
