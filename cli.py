@@ -37,11 +37,26 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+def _only(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    if len(values) > 1:
+        raise click.BadParameter("given more than once; this command takes one", context, parameter)
+    return values[0] if values else None
+
+
+def _folder(context: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    # Path("") is the current folder, which an empty variable in a script did not mean.
+    if value == "":
+        raise click.BadParameter("an empty path; give a folder, `.` for the current one", context, parameter)
+    return None if value is None else Path(value)
+
+
 def _config_option(required: bool, multiple: bool = False) -> Callable[[F], F]:
     text = "A config file, or the name of a shipped config (see `fa4gen list`)." + (
         "  Repeatable; default: all shipped." if multiple else ""
     )
-    return click.option("--config", "refs" if multiple else "ref", metavar="FILE|NAME", required=required, multiple=multiple, help=text)
+    # Always repeatable for the parser: of a value given twice it would keep the last and drop the first without a word.
+    name, callback = ("refs", None) if multiple else ("ref", _only)
+    return click.option("--config", name, metavar="FILE|NAME", required=required, multiple=True, help=text, callback=callback)
 
 
 def _arch_option(text: str) -> Callable[[F], F]:
@@ -66,9 +81,7 @@ def _archs(config: Config, arch: str | None) -> tuple[str, ...]:
 @cli.command()
 @_config_option(required=True)
 @_arch_option("Only this target; default: all the config lists.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Root of the generated tree; default: generated/ of the checkout, else ./generated."
-)
+@click.option("--out", callback=_folder, help="Root of the generated tree; default: generated/ of the checkout, else ./generated.")
 def emit(ref: str, arch: str | None, out: Path | None) -> None:
     """Generate and compile a config into OUT/<config>/<arch>/."""
     from .codegen import artifacts
@@ -85,7 +98,7 @@ def emit(ref: str, arch: str | None, out: Path | None) -> None:
 
 @cli.command()
 @_config_option(required=False, multiple=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Root of the generated tree, as for emit.")
+@click.option("--out", callback=_folder, help="Root of the generated tree, as for emit.")
 @click.pass_context
 def check(context: click.Context, refs: tuple[str, ...], out: Path | None) -> None:
     """Regenerate everything and compare it with the generated tree; exit 1 with the differences."""
@@ -153,7 +166,7 @@ def inspect(ref: str, **options: Any) -> int:
     "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."
 )
 @click.option("--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd; default: decode.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the JSON and the plot; default: bench/results of the checkout.")
+@click.option("--out", callback=_folder, help="Folder of the JSON and the plot; default: bench/results of the checkout.")
 @click.option("--peers", default="auto", show_default=True, help="auto: all that are installed; none; or names with commas.")
 @click.option("--repeats", type=click.IntRange(min=3), default=40, show_default=True, help="Timed launches under each L2 flush.")
 @click.option("--time-limit", type=click.FloatRange(min=0), metavar="SECONDS", help="Start no further cell after this long.")

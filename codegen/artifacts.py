@@ -79,6 +79,15 @@ def entry_info(config: Config, arch: str) -> dict[str, dict[str, Any]]:
     return info
 
 
+def _known_spills(config: Config) -> None:
+    """Raises EmitError for a name in allow_spills that no kernel of the config has: misspelt, it would allow nothing."""
+    if config.allow_spills:
+        entries = sorted({entry for arch in config.arch for entry in entry_info(config, arch)})
+        for name in config.allow_spills:
+            if name not in entries:
+                raise EmitError(f"{config.name}: allow_spills names {name}, which is no kernel of it; those are {', '.join(entries)}")
+
+
 def _spill_gate(config: Config, module: Module) -> None:
     for entry, kernel in sorted(module.kernels.items()):
         spilled = kernel.spill_store_bytes + kernel.spill_load_bytes
@@ -114,6 +123,8 @@ def _manifest(config: Config, arch: str, sources: dict[str, Rendered], modules: 
 
 def _trees(targets: Sequence[tuple[Config, str]], *, compiled: bool) -> list[Tree]:
     """The trees of several targets, compiled together; without `compiled` they have sources and no PTX or resource figures."""
+    for config, _ in targets:
+        _known_spills(config)
     rendered = [render_files(config, arch) for config, arch in targets]
     jobs = [(index, name) for index, sources in enumerate(rendered) for name in sources if compiled and name.endswith(".cu")]
     modules: list[dict[str, Module]] = [{} for _ in targets]

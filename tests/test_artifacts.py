@@ -176,8 +176,9 @@ def test_a_kernel_that_spills_is_not_emitted(tmp_path: Path, config: Config, mon
         artifacts.emit(config, config.arch, tmp_path / "out")
     assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "out").exists()
-    with pytest.raises(EmitError):
-        artifacts.emit(parse_config(FIELDS | {"allow_spills": ["another"]}), config.arch, tmp_path / "out")
+    with pytest.raises(EmitError, match=r"allow_spills names another, which is no kernel of it; those are .*unit_combine"):
+        artifacts.emit(parse_config(FIELDS | {"allow_spills": ["unit_combine", "another"]}), config.arch, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     every_entry = ["unit_combine", *(symbol(entry, arch) for arch in config.arch for entry in entry_configs(config, arch))]
     artifacts.emit(parse_config(FIELDS | {"allow_spills": every_entry}), config.arch, tmp_path / "out")
     manifest = json.loads((tmp_path / "out/small/sm_90a/manifest.json").read_text())

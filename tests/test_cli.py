@@ -71,6 +71,8 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["emit", "--config", "d512", "--arch", "sm_80"], "sm_80"),
         (["emit", "--config", "d512", "surplus"], "surplus"),
         (["emit", "--config", "d51"], "did you mean d512"),
+        *(([command, "--config", "d512", "--config", "d256"], "more than once") for command in ("emit", "run", "inspect", "tune")),
+        *(([*command, "--out", ""], "empty path") for command in (["emit", "--config", "d512"], ["check"], ["bench", "--config", "d512"])),
         (["check", "--config", "no\nsuch"], "no such file"),
         (["run", "--config", "d512", "--keys", "0"], "--keys"),
         (["run", "--config", "d512", "--keys", "many"], "many"),
