@@ -265,7 +265,7 @@ def attention_launch(
     on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
     but a sequence's bits depend on what else is in the batch); None: as the config's `split` says, else all keys in one partition.
-    workspace: of the stream that the launch will run in (sm_90a); a new one unless given.
+    workspace: of the stream that the launch will run in; a new one unless given.
     Raises ValueError where an array does not fit.
     """
     if partition_keys is None and config.split is not None:
@@ -273,10 +273,10 @@ def attention_launch(
     if geo.arch == "sm_100a":
         from . import attention_sm100
 
-        if workspace is not None:
-            raise ValueError("a launch for sm_100a has a workspace of its own: leave it out")
         ctas = attention_sm100.B200_SMS if ctas is None else ctas
-        return attention_sm100.attention_launch(config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys)
+        return attention_sm100.attention_launch(
+            config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys, workspace=workspace
+        )
     ctas = H200_SMS if ctas is None else ctas
     group, scale = check_arrays(config, q, k, v, out, lse, scale)
     batch, q_len = q.shape[:2]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import check_arrays, problem_arguments, query_map, tiling
+from .attention import Workspace, check_arrays, problem_arguments, query_map, tiling
 from .backends import Launch
 from .config import Config
 from .emulator import TensorMap, Uninitialized
@@ -46,9 +46,10 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
         ("partitions", "unsigned", "partitions that cover the keys; 1 needs no workspace"),
+        ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles][partitions][{geo.depth // 4}][{geo.rows}][4] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles][partitions][{geo.rows}] float32: log2 of the LSE of each partition"),
-        ("arrived", "unsigned*", "workspace, [query tiles] uint32: 0 before the launch, and 0 again after it"),
+        ("arrived", "unsigned long long*", "workspace, [query tiles] uint64: 0 at first, and again after a launch"),
     ]
     return {
         "name": symbol(config, geo.arch),
@@ -77,12 +78,14 @@ def attention_launch(
     scale: float | None = None,
     ctas: int = B200_SMS,
     partition_keys: int | Literal["auto"] | None = None,
+    workspace: Workspace | None = None,
 ) -> Launch:
     """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
     q, k, v, out, lse, scale: as attention.attention_launch takes them. ctas: CTAs that run at once, which "auto" fills.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": so that `ctas` CTAs have work (a sequence's bits then depend
-    on what else is in the batch); None: all keys in one partition.
+    on what else is in the batch); None: all keys in one partition. workspace: of the stream that the launch will run in; a new one unless
+    given.
     Raises ValueError where an array does not fit.
     """
     geo = _sm100(geo)
@@ -102,6 +105,7 @@ def attention_launch(
         raise ValueError(f"a partition of {partition_keys} keys is not a positive multiple of {geo.block_keys}")
     partitions = -(-key_tiles // partition_tiles)
     parts = items * partitions if partitions > 1 else 1
+    number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(parts * geo.rows * geo.depth, parts * geo.rows, items)
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SUB_TILE_DEPTH, SWIZZLE_BYTES),
         _key_map(k, (1, 1, 1, geo.block_keys, SUB_TILE_DEPTH)),
@@ -112,9 +116,10 @@ def attention_launch(
         np.float32(scale),
         np.uint32(partition_tiles),
         np.uint32(partitions),
-        Uninitialized(np.empty((parts, geo.rows * geo.depth), np.float32)),
-        Uninitialized(np.empty((parts, geo.rows), np.float32)),
-        np.zeros(items, np.uint32),
+        number,
+        Uninitialized(partial_o),
+        Uninitialized(partial_lse),
+        arrived,
     )
     return Launch(symbol(config, geo.arch), (items * partitions, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from fa4gen.codegen import attention_sm100, compiler, reference, render
-from fa4gen.codegen.attention import attention_entry_info, attention_launch
+from fa4gen.codegen.attention import Workspace, attention_entry_info, attention_launch
 from fa4gen.codegen.backends import BackendError, Compiled, Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, disabled_rules, load_shipped, parse_config
@@ -257,6 +258,40 @@ def test_partitions_are_independent_of_batch_mates() -> None:
         EmulatorBackend().run(Compiled("sm_100a", module(config).ptx), problem.launch(partition_keys=512))
     assert np.array_equal(together.out[1].view(np.uint16), alone.out[0].view(np.uint16))
     assert np.array_equal(together.lse[1], alone.lse[0])
+
+
+class Aborted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["d64", "d256"])
+def test_counters_survive_an_aborted_launch(name: str) -> None:
+    """The next launch in the stream starts afresh from the arrivals that it finds, and leaves none."""
+    config = variant(name)
+    problem, kernel, workspace = Problem(config, keys=1100), Compiled("sm_100a", module(config).ptx), Workspace()
+
+    def launched(seed: int, progress: Callable[[int], None] | None = None) -> bytes:
+        problem.out.fill(np.nan)
+        problem.lse.fill(np.nan)
+        launch = problem.launch(partition_keys=512, workspace=workspace)
+        hazards = EmulatorBackend(seed=seed).run(kernel, launch, progress=progress).hazards
+        assert hazards == []
+        return problem.out.tobytes() + problem.lse.tobytes()
+
+    first = launched(0)
+    counters = problem.launch(partition_keys=512, workspace=workspace).args[-1]
+    assert isinstance(counters, np.ndarray)
+    assert not counters.any()
+
+    def abort(_: int) -> None:
+        if counters.any():
+            raise Aborted
+
+    with pytest.raises(Aborted):
+        launched(1, abort)
+    assert counters.any()
+    assert launched(2) == first
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("name", ["d128", "d256"])

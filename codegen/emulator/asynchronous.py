@@ -116,12 +116,19 @@ def _check_intact(w: Warp, code: Code, owner: Cta, barrier: MBarrier, lane: int)
 
 
 def check_visible(w: Warp, code: Code, barrier: MBarrier, lane: int) -> None:
-    """Report an mbarrier that an asynchronous operation is to signal, but whose initialisation no fence has made visible to it."""
+    """Report an mbarrier that an asynchronous operation is to signal, but whose initialisation is not visible to it.
+
+    Within a CTA what orders the initialisation before the issuing thread is enough; for another CTA of the cluster only a fence
+    (fence.mbarrier_init, or one of the proxy) makes it visible.
+    """
     if not w.cta.check or not barrier.line:
         return
     init = np.array([barrier.init], np.int64)
     clock = w.clock
     if clock.covers(hz.INITS, init)[0] or clock.covers(hz.SHARED_PROXY, init)[0] or barrier.code is None:
+        return
+    own = barrier.cta is w.cta
+    if own and clock.covers(hz.ORDER, init)[0]:
         return
     other = w.cta.access_of(int(barrier.init))
     place = shared_place(w, barrier.address, barrier.cta)
@@ -129,13 +136,15 @@ def check_visible(w: Warp, code: Code, barrier: MBarrier, lane: int) -> None:
     w.cta.report(
         "mbarrier",
         f"the mbarrier at {place}, initialised by {other.warp} lane {other.lane} (PTX line {other.line}), is signalled by {code.opcode} "
-        f"(PTX line {code.line}), but its initialisation is not fenced for asynchronous operations",
+        f"(PTX line {code.line}), but its initialisation is not {'ordered before that' if own else 'fenced for another CTA'}",
         barrier.code,
         w,
         other.lane,
         barrier.address,
         place=place,
-        missing=f"fence.mbarrier_init (or fence.proxy.async) after PTX line {other.line}, before the barrier that follows",
+        missing=f"a barrier after PTX line {other.line}"
+        if own
+        else f"fence.mbarrier_init (or fence.proxy.async) after PTX line {other.line}, before the barrier that follows",
     )
 
 

@@ -27,6 +27,10 @@ _COMMIT = "what the MMA thread knows when it issues happens before the wait for 
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent(
+        "sm_100a|d128-sm_90a|sm_90a-(exchange|level0|combine)", "^fence.mbarrier_init dropped", "",
+        "no other CTA uses these mbarriers, and within the CTA the barrier behind their initialisation orders it",
+    ),
+    Equivalent(
         "sm_100a-combine", "^bar.sync (dropped|weakened|counts half)", r"tcgen05\.dealloc[\s\S]*bar\.sync[\s\S]*ld\.shared\.v4",
         "the barrier before the deallocation orders the same stores; nothing is stored between the two",
     ),
@@ -65,18 +69,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
 )  # fmt: skip
 
 
-_MERGE = "in a merge of partitions that these launches do not execute: theirs is the one within a cluster"
-
-NOT_FOUND: dict[tuple[str, str, int], str] = {
-    ("d256-sm_90a-attention", "mbarrier arrive weakened to relaxed", 4): _MERGE,
-    ("d256-sm_90a-attention", "bar.warp.sync after the arrival that it orders", 0): _MERGE,
-    ("d256-sm_90a-attention", "atomic weakened to relaxed", 1): _MERGE,
-    ("d256-sm_90a-attention", "fence.proxy.async after the barrier that publishes the data", 4): _MERGE,
-    ("d512-sm_90a-attention", "bar.sync weakened to bar.arrive", 7): _MERGE,
-    ("d512-sm_90a-attention", "bar.warp.sync dropped", 0): _MERGE,
-    ("d512-sm_90a-attention", "fence.proxy.async dropped", 6): _MERGE,
-}
-"""Mutants that are bugs and that the launches of the catalogue do not show: (kernel, rule, site), and why."""
 
 
 def equivalent(mutant: Mutant) -> str | None:

@@ -254,7 +254,7 @@ PROXY = r"^\s*fence\.proxy\.async[.\w:]*;"
 
 dropped("fence.proxy.async dropped", ("proxy_fence", "race"), r"fence\.proxy\.async")
 substitution("fence.proxy.async weakened to fence.acq_rel", ("proxy_fence", "race"), PROXY, "fence.acq_rel.cta;")
-dropped("fence.mbarrier_init dropped", ("mbarrier", "proxy_fence"), r"fence\.mbarrier_init")
+dropped("fence.mbarrier_init dropped", ("mbarrier", "proxy_fence", "race"), r"fence\.mbarrier_init")
 substitution("atomic weakened to relaxed", ORDER, r"\batom\.acq_rel\b", "atom.relaxed")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fa4gen.codegen.emulator import Program
 
-from .equivalents import NOT_FOUND, equivalent
+from .equivalents import equivalent
 from .subjects import Mutant, Subject, execute, subjects
 
 SEEDS = 20
@@ -43,9 +43,7 @@ def test_mutants_are_found(subject):
     """All but those listed: at least 95 % under the default seed, the others within 20 seeds."""
     late, missed, count = [], [], 0
     for mutant in selected(subject):
-        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
-            continue
-        assert mutant.trial is not None, f"{mutant.name} changes nothing that is executed"
+        assert mutant.trials, f"{mutant.name} changes nothing that is executed"
         if equivalent(mutant) is not None:
             assert not mutant.run(0), f"{mutant.name} is listed as equivalent"
             continue
@@ -59,12 +57,6 @@ def test_mutants_are_found(subject):
             missed.append((mutant.name, mutant.edit.line + 1, sorted(mutant.run(0)), mutant.kinds))
     assert not missed
     assert len(late) <= max(1, count // 20), late
-
-
-def test_few_mutants_are_not_found():
-    mutants = [mutant for subject in subjects() for mutant in selected(subject)]
-    bugs = [mutant for mutant in mutants if equivalent(mutant) is None]
-    assert len(NOT_FOUND) <= 0.05 * len(bugs)
 
 
 def test_the_catalogue_covers_what_it_claims():

@@ -261,12 +261,22 @@ __device__ __forceinline__ bool ptx_bar_red_or(unsigned id, unsigned threads, bo
     return any != 0;
 }
 
-// Adds 1 to *address and returns what was there; at `last` it wraps to 0. Releases what this thread has seen written and acquires what
-// earlier callers had, at GPU scope. PTX ISA "atom", .inc.
-__device__ __forceinline__ unsigned ptx_atom_inc_acq_rel(unsigned* address, unsigned last) {
-    unsigned previous;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(previous) : "l"(address), "r"(last) : "memory");
+// Raises *address to at least `value`, at GPU scope, unordered with other accesses but those to the same address. PTX ISA "red", .max.
+__device__ __forceinline__ void ptx_red_max_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Adds `value` to *address and returns what was there. Releases what this thread has seen written and acquires what earlier callers had, at
+// GPU scope. PTX ISA "atom", .add.
+__device__ __forceinline__ unsigned long long ptx_atom_add_acq_rel(unsigned long long* address, unsigned long long value) {
+    unsigned long long previous;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(previous) : "l"(address), "l"(value) : "memory");
     return previous;
+}
+
+// Stores to global memory as an atomic does: whole, at GPU scope, and in order with other atomics on the address. PTX ISA "st", .relaxed.
+__device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 // Allocates `columns` (a power of two, 32 to 512) of tensor memory and writes their address to `address_smem`. Blocks until they are
@@ -987,8 +997,23 @@ __device__ __forceinline__ void softmax(Row& state, const Problem& p, const Item
 struct Workspace {
     float* o;           // [query_tile][partition][depth / 4][row][4]
     float* lse;         // [query_tile][partition][row]
-    unsigned* arrived;  // [query_tile], 0 before and after a launch
+    unsigned long long* arrived;  // [query_tile], see arrive_last
+    unsigned launch;              // the number of this launch
 };
+
+// Whether this thread is the last of `expected` to arrive at a counter in this launch; it then acquires what the others have released.
+//
+// A counter is 0 between launches: the last arrival sees to that. A launch that was aborted may leave anything, so a counter also names the
+// launch that it counts for, in its upper half: every arrival first raises it to its own launch's number, with nothing counted, which
+// leaves a count under way as it is and starts afresh from what an earlier launch left. Numbers of launches with one workspace rise; the
+// same may come again (a graph that is replayed) as long as no launch in between was aborted. The raise waits for nothing.
+__device__ __forceinline__ bool arrive_last(unsigned long long* counter, unsigned launch, unsigned expected) {
+    const unsigned long long none = (unsigned long long)launch << 32;
+    ptx_red_max_relaxed(counter, none);
+    if (ptx_atom_add_acq_rel(counter, 1) != none + expected - 1) return false;
+    ptx_st_relaxed(counter, 0);
+    return true;
+}
 
 // What the epilogue of a CTA writes to: the staged output tile, or the partition's place in the workspace.
 struct Sink {
@@ -1094,8 +1119,8 @@ __device__ __forceinline__ void finish(const Row& state, const Problem& p, const
         if (at.part == 0) workspace.lse[place * ROWS + at.row] = log2_lse;
         // Orders the warpgroup's part of the workspace before the arrival that publishes it.
         ptx_bar_sync(0, 128);
-        // The last partition to arrive has seen all others' parts, and sets the count back to 0.
-        const bool last = at.thread == 0 && ptx_atom_inc_acq_rel(workspace.arrived + item.query_tile, item.used - 1) == item.used - 1;
+        // The last partition to arrive has seen all others' parts.
+        const bool last = at.thread == 0 && arrive_last(workspace.arrived + item.query_tile, workspace.launch, item.used);
         // Orders the arrival before every thread's reads of the workspace.
         if (!ptx_bar_red_or(0, 128, last)) {
             ptx_tcgen05_fence_after();
@@ -1188,15 +1213,16 @@ __device__ __forceinline__ void correct(const Item& item, const float* factors, 
 // v_map    as k_map, box 1 x 1 x 4 x 64 x 64
 // out_map  as q_map, box 1 x 1 x positions x heads x 64, 128-byte swizzle
 // lse      [batch][kv_heads * group][q_len] float, natural logarithm
-// partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last three are not read
-// partial_o, partial_lse, arrived: see Workspace; `arrived` is all 0 before the launch, and so it is after
+// partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last four are not read
+// launch: a number that rises with every launch that uses the workspace, see arrive_last
+// partial_o, partial_lse, arrived: see Workspace. It belongs to one launch at a time, so to a stream; `arrived` is 0 at first, and after a launch.
 // Grid: batch * partitions * tiles * kv_heads, one CTA each. Block: THREADS.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m2r64_sk_bf16_sm100a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map,
     const __grid_constant__ fa4_tensor_map v_map, const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch,
     unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group, float scale,
-    unsigned partition_tiles, unsigned partitions, float* partial_o, float* partial_lse, unsigned* arrived) {
+    unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse, unsigned long long* arrived) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
@@ -1248,7 +1274,7 @@ fa4_attention_d256_m2r64_sk_bf16_sm100a(
         const float scale_log2e = fmaxf(fabsf(scale * LOG2E), 1e-30f);
         Row state;
         softmax(state, p, item, at, smem_bytes, smem, tmem, scale_log2e);
-        const Workspace workspace{partial_o, partial_lse, arrived};
+        const Workspace workspace{partial_o, partial_lse, arrived, launch};
         finish(state, p, item, at, &out_map, lse, workspace, smem_bytes, smem, tmem, scale_log2e);
     } else if (warp < WARPGROUPS * 4 + 4) {
         ptx_setmaxnreg_dec<88>();
