@@ -39,9 +39,9 @@ class Sm100Geometry(Geometry):
     s_cols: TMEM columns of one S accumulator (block_keys / m_pack)
     pv_key_chunk: keys of one P.V MMA; pv_stages: parts in which P is handed over
     v_slots: ring positions of a V tile; ring_floor: slots below which the schedule hangs or the epilogue has no room
-    arena_bytes: epilogue staging, in the dead Q and ring span
+    arena_bytes: epilogue staging, in the dead span of Q, ring and P
     tmem_map: S and O of each warpgroup, offsets and sizes in columns
-    smem_map: offsets and sizes in bytes; what must survive the key loop comes after the ring
+    smem_map: offsets and sizes in bytes; what must survive the key loop comes after the ring and P
     """
 
     s_cols: int
@@ -199,7 +199,7 @@ class Sm100Geometry(Geometry):
 
     @property
     def arena_map(self) -> tuple[Region, ...]:
-        """Epilogue staging over the dead Q and ring: the O tile first, where a swizzled store finds its pattern's boundary."""
+        """Epilogue staging over the dead Q, ring and P: the O tile first, where a swizzled store finds its pattern's boundary."""
         staging = [] if self.shared_key else [(f"stage{w}", self.combine_stage_bytes) for w in range(self.warpgroups)]
         maxsums = [] if self.shared_key else [(f"maxsum{w}", self.combine_ml_bytes) for w in range(self.warpgroups)]
         windows = [("windows", self.depth * self.rows * F32_BYTES), ("window_ml", 2 * self.rows * F32_BYTES)]
@@ -259,7 +259,10 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     remedy = "use a larger block_keys"
     divides = pv_key_chunk > 0 and keys_per_part % pv_key_chunk == 0
     require(divides, "key-chunk-divides", "block_keys", block_keys, remedy, detail)
-    require(pv_key_chunk % (MMA_K * P_STAGES) == 0, "key-chunk-steps", "block_keys", block_keys, remedy, detail)
+    # Layout G hands over P of every chunk in two stages; the others walk whole chunks, and wait for a stage where one begins.
+    layout_g = not config.shared_key and m_pack == 4
+    chunk_step = MMA_K * P_STAGES if layout_g else MMA_K
+    require(pv_key_chunk % chunk_step == 0, "key-chunk-steps", "block_keys", block_keys, remedy, detail)
     v_slots = o_tiles * (keys_per_part // pv_key_chunk)
     require(
         v_slots == qk_stages,
@@ -279,7 +282,7 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         f"V {v_sub_tile_bytes:,}, K {slot_bytes:,} bytes",
     )
 
-    # Shared memory: Q and ring die with the key loop; P, exchange, correction, mbarriers and the TMEM address outlive it.
+    # Shared memory: Q, ring and P die with the key loop; exchange, correction, mbarriers and the TMEM address outlive it.
     q_bytes = rows * depth * OPERAND_BYTES
     p_bytes = warpgroups * rows * block_keys * OPERAND_BYTES if config.shared_key else 0
     exchange_bytes = shape["exchange_bytes"] // 2 * warpgroups if config.shared_key else 0
@@ -315,9 +318,10 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     staging = 0 if config.shared_key else shape["combine_stage_bytes"] + shape["combine_ml_bytes"]
     handover = (depth * rows + 2 * rows) * F32_BYTES if warpgroups == 2 else 0
     arena_bytes = warpgroups * staging + handover + rows * depth * shape["out_bytes"]
-    arena_slots = max(0, -(-(arena_bytes - q_bytes) // slot_bytes))
-    # Key-split holds a whole V tile at once; shared-key releases each V slot as its MMA is issued.
-    schedule_floor = max(2, 1 if config.shared_key else v_slots)
+    # P lies behind the ring and dies with it.
+    arena_slots = max(0, -(-(arena_bytes - q_bytes - p_bytes) // slot_bytes))
+    # Layout G holds a whole V tile at once; the others release each V slot behind its own MMAs.
+    schedule_floor = v_slots if layout_g else 1
 
     fixed_bytes = smem_bytes_for(1) - slot_bytes - 2 * MBARRIER_BYTES
     most_slots = max(0, (SMEM_LIMIT_BYTES - fixed_bytes) // (slot_bytes + 2 * MBARRIER_BYTES))
@@ -334,12 +338,12 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     fits = arena_slots <= most_slots
     arena_remedy = f"use {arena_slots} to {most_slots} slots" if fits else "use a narrower out_dtype, or one warpgroup"
     require(
-        arena_bytes <= q_bytes + ring_slots * slot_bytes,
+        arena_bytes <= q_bytes + ring_slots * slot_bytes + p_bytes,
         "epilogue-arena",
         slots_key,
         slots_value,
         arena_remedy,
-        f"{arena_bytes:,} bytes of staging, {q_bytes + ring_slots * slot_bytes:,} of Q and ring",
+        f"{arena_bytes:,} bytes of staging, {q_bytes + ring_slots * slot_bytes + p_bytes:,} of Q, ring and P",
     )
 
     return Sm100Geometry(

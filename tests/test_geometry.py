@@ -115,14 +115,13 @@ def test_maps_of_every_legal_config() -> None:
                 assert region.offset % 1024 == 0, name  # swizzle atoms
             if name.startswith("mbar"):
                 assert region.offset % 8 == 0, name
-            if name not in ("q", "ring"):
+            if name not in ("q", "ring", "p"):
                 # Survives the loop, so it may not lie where the epilogue stages.
-                assert region.offset >= geo.q_bytes + geo.ring_slots * geo.slot_bytes
-        assert geo.arena_bytes <= smem["q"].size + smem["ring"].size
+                assert region.offset >= geo.arena_bytes
         assert sum(region.size for name, region in smem.items() if name.startswith("mbar")) == 8 * geo.mbarriers
         assert ("exchange" in smem) == ("p" in smem) == config.shared_key
         assert geo.o_tiles * geo.band_cols >= geo.o_phys_cols > (geo.o_tiles - 1) * geo.band_cols
-        assert geo.ring_slots >= geo.ring_floor >= 2
+        assert geo.ring_slots >= geo.ring_floor >= 1
         assert geo.v_slots == geo.qk_stages
         assert geo.pv_key_chunk * geo.pv_mma_n * 2 == geo.slot_bytes
     assert count > 50
@@ -151,9 +150,9 @@ def test_derived_ring_is_the_largest_legal_one(name: str, arch: str) -> None:
         ("key-split-depth", {"ov_depth": 512, "shared_key": False, "warpgroups": 1}),
         ("tmem-columns", {"m_pack": 2, "rows": 64}),
         ("smem-bytes", {"ring_slots": 5}),
-        ("ring-floor", {"ring_slots": 1}),
-        ("epilogue-arena", {"ring_slots": 2}),
-        ("key-chunk-steps", {"block_keys": 64}),
+        ("ring-floor", {"ov_depth": 128, "shared_key": False, "ring_slots": 1}),
+        ("epilogue-arena", {"ring_slots": 1}),
+        ("key-chunk-steps", {"ov_depth": 128, "shared_key": False, "block_keys": 64}),
         ("block-keys", {"block_keys": 192}),
     ],
 )
