@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .backends import Argument
 
 H200_SMS = 132
+TMA_STRIDE_BYTES = 16
 # What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
 # what a CTA reads of other partitions in a merge, what a wave and a merge (in one CTA, in a cluster, of several clusters) cost beside that.
 CTA_BYTES_PER_US = 150e3
@@ -183,16 +184,33 @@ def _resident(ctas: int, cluster: int) -> int:
 
 def problem_arguments(config: Config, geo: Geometry) -> list[tuple[str, str, str]]:
     """(name, C type, meaning) of the arguments between the tensor maps and the workspace, which both targets share."""
+    ragged = config.ragged_queries
     return [
-        ("lse", "float*", "[batch][kv_heads * group][q_len] float32, natural logarithm"),
+        ("lse", "float*", f"{'[kv_heads * group][total_q]' if ragged else '[batch][kv_heads * group][q_len]'} float32, natural logarithm"),
         ("batch", "unsigned", "sequences"),
-        ("q_len", "unsigned", "query positions of each sequence"),
-        ("keys", "unsigned", "keys of each sequence"),
+        ("q_len", "unsigned", "query positions of each sequence" + (", at most" if ragged else "")),
+        ("keys", "unsigned", "keys of each sequence" + (", at most" if config.key_lengths else "")),
         ("kv_heads", "unsigned", "KV heads"),
         ("group", "unsigned", f"query heads per KV head{f' (fixed: {config.group})' if config.group else ''}"),
         ("scale", "float", "softmax scale"),
         ("partition_tiles", "unsigned", f"key tiles of {geo.block_keys} keys in a partition"),
     ]
+
+
+def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
+    """(name, C type, meaning) of the arguments that the config's features add at the end, the same on both targets."""
+    features = set(config.features())
+    arguments = [
+        ("paged", "block_table", "const int*", f"[batch][table_pages]: pages of {config.page_size} keys; none past the end is read"),
+        ("paged", "table_pages", "unsigned", "pages that the table has room for in each sequence"),
+        ("page_list", "page_places", "const int*", "[batch][table_pages], ascending: the place of each listed page in its sequence"),
+        ("key_lengths", "key_lengths", "const int*", "[batch]: keys of each sequence, 0 to keys"),
+        ("ragged_queries", "query_starts", "const int*", "[batch + 1]: first row of each sequence in Q and O, and their end"),
+        ("sinks", "sinks", "const float*", "[kv_heads * group]: a logit of each query head, natural logarithm"),
+        ("kv_dtype", "k_scale", "const float*", "[kv_heads]: factor of K"),
+        ("kv_dtype", "v_scale", "const float*", "[kv_heads]: factor of V"),
+    ]
+    return [(name, kind, meaning) for feature, name, kind, meaning in arguments if feature in features]
 
 
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
@@ -221,6 +239,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
         ("arrived", "unsigned long long*", "workspace, [query tiles * CTAs of a cluster] uint64: 0 at first, and again after a launch"),
+        *feature_arguments(config),
     ]
     return {
         "name": symbol(_with_rows(config, geo), geo.arch),
@@ -256,11 +275,27 @@ def attention_launch(
     ctas: int | None = None,
     partition_keys: int | Literal["auto"] | None = None,
     workspace: Workspace | None = None,
+    block_table: np.ndarray | None = None,
+    page_places: np.ndarray | None = None,
+    max_keys: int | None = None,
+    key_lengths: np.ndarray | None = None,
+    query_starts: np.ndarray | None = None,
+    max_q_len: int | None = None,
+    sinks: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
 ) -> Launch:
     """The launch that fills `out` and `lse`.
 
-    q: [batch, q_len, q_heads, depth]; k, v: [batch, keys, kv_heads, depth], all in the config's dtype and C-contiguous; q_heads is a
-    multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
+    q: [batch, q_len, q_heads, depth], C-contiguous; k, v: [batch, keys, kv_heads, depth], the depth contiguous, other strides multiples
+    of 16 bytes, all in the config's dtype; q_heads is a multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len]
+    float32, natural logarithm.
+    The rest goes with the config's features, each array C-contiguous int32 or float32 and given exactly where its feature is on:
+    block_table: [batch, table_pages]; k, v are then pages, [pages, page_size, kv_heads, depth] in any order of strides (paged).
+    max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged).
+    page_places: as block_table, ascending: place of each listed page in its sequence (page_list). key_lengths: [batch] (key_lengths).
+    query_starts: [batch + 1]; q and out are then [total_q, q_heads, depth], lse is [q_heads, total_q], and max_q_len the most queries of a
+    sequence (ragged_queries). sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: [kv_heads] (kv_dtype).
     scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
     on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
@@ -278,11 +313,19 @@ def attention_launch(
             config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys, workspace=workspace
         )
     ctas = H200_SMS if ctas is None else ctas
-    group, scale = check_arrays(config, q, k, v, out, lse, scale)
-    batch, q_len = q.shape[:2]
+    given = {
+        "block_table": block_table,
+        "page_places": page_places,
+        "key_lengths": key_lengths,
+        "query_starts": query_starts,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    extents, scale = check_features(config, q, k, v, out, lse, scale, given, max_q_len=max_q_len, max_keys=max_keys)
+    batch, q_len, keys, kv_heads, group = extents
     entry = entry_config(config, geo.arch, q_len, group)
     geo = _sm90(geo if entry == config else derive(entry, geo.arch))
-    keys, kv_heads = k.shape[1:3]
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
     key_tiles = -(-keys // geo.block_keys)
@@ -293,6 +336,11 @@ def attention_launch(
     else:
         split = fixed_split(key_tiles, partition_keys, geo.block_keys)
     cluster = cluster_size(geo, split.partitions)
+    own_lengths = config.key_lengths or config.kv_layout == "paged" or config.rescale == "exact"
+    if own_lengths and partition_keys != "auto" and split.partitions > geo.max_cluster:
+        # How many partitions a launch has follows from its longest sequence, and a second step of the merge would change the others' bits.
+        # Within one cluster the merge is the one without, partition by partition.
+        cluster = 1
     # Clusters are full; a partition past the last key has nothing to add.
     partitions = -(-split.partitions // cluster) * cluster
     items = query_tiles * partitions
@@ -303,9 +351,16 @@ def attention_launch(
     )
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
-        _key_map(geo, k),
-        _key_map(geo, v),
-        query_map(out, kv_heads, tiles, geo.out_chunk_cols, 0 if isinstance(geo, Sm90KeySplitGeometry) else SWIZZLE_BYTES),
+        _key_map(geo, k, config.page_size),
+        _key_map(geo, v, config.page_size),
+        query_map(
+            out,
+            kv_heads,
+            # A tile's last positions may belong to the next sequence: they are stored one by one.
+            replace(tiles, positions=1) if config.ragged_queries else tiles,
+            geo.out_chunk_cols,
+            0 if isinstance(geo, Sm90KeySplitGeometry) else SWIZZLE_BYTES,
+        ),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
@@ -315,6 +370,7 @@ def attention_launch(
         Uninitialized(partial_o),
         Uninitialized(partial_lse),
         arrived,
+        *feature_values(config, given),
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster)
 
@@ -322,30 +378,115 @@ def attention_launch(
 def check_arrays(
     config: Config, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, scale: float | None
 ) -> tuple[int, float]:
-    """The group size and the softmax scale of arrays as attention_launch takes them. Raises ValueError where one does not fit."""
+    """The group size and the softmax scale of arrays without features. Raises ValueError where one does not fit."""
+    extents, scale = check_features(config, q, k, v, out, lse, scale, {})
+    return extents.group, scale
+
+
+class Extents(NamedTuple):
+    """The sizes that a kernel is told. q_len, keys: of each sequence, or the most that one has."""
+
+    batch: int
+    q_len: int
+    keys: int
+    kv_heads: int
+    group: int
+
+
+def check_features(
+    config: Config,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    scale: float | None,
+    given: Mapping[str, np.ndarray | None],
+    *,
+    max_q_len: int | None = None,
+    max_keys: int | None = None,
+) -> tuple[Extents, float]:
+    """The sizes and the softmax scale of a launch whose config may have features; `given` holds the features' arrays by argument name.
+
+    Raises ValueError where an array does not fit, is missing, or has no place in the config.
+    """
+    wanted = {name for name, kind, _ in feature_arguments(config) if kind.endswith("*")}
+    for name, array in given.items():
+        if (array is not None) != (name in wanted):
+            raise ValueError(f"{name} is {'missing: the config asks for it' if name in wanted else 'given, but no feature of the config'}")
+    _check_extras(config, max_q_len, max_keys)
     dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
-    for name, array, rank, kind in (("q", q, 4, dtype), ("k", k, 4, dtype), ("v", v, 4, dtype), ("out", out, 4, out_dtype)):
+    kv_dtype = dtype if config.kv_dtype is None else np.dtype(ml_dtypes.float8_e4m3fn)
+    query_rank = 3 if config.ragged_queries else 4
+    for name, array, rank, kind in (("q", q, query_rank, dtype), ("out", out, query_rank, out_dtype)):
         if array.ndim != rank or array.dtype != kind or not array.flags.c_contiguous or 0 in array.shape:
             raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a contiguous, non-empty {kind} array of rank {rank}")
-    batch, q_len, q_heads, depth = q.shape
-    keys, kv_heads = k.shape[1:3]
-    if (
-        depth != config.ov_depth
-        or k.shape != (batch, keys, kv_heads, depth)
-        or v.shape != k.shape
-        or q_heads % kv_heads
-        or out.shape != q.shape
-    ):
+    for name, array in (("k", k), ("v", v)):
+        if array.ndim != 4 or array.dtype != kv_dtype or 0 in array.shape:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected a non-empty {kv_dtype} array of rank 4")
+        steps = [step for step, extent in zip(array.strides, array.shape, strict=True) if extent > 1]
+        if array.strides[3] != array.itemsize or any(step <= 0 or step % TMA_STRIDE_BYTES for step in steps[:-1]):
+            raise ValueError(f"{name} has strides of {array.strides} bytes; the depth has to be contiguous, the others multiples of 16")
+    q_heads, depth = q.shape[-2:]
+    table, starts = given.get("block_table"), given.get("query_starts")
+    batch = q.shape[0] if starts is None else starts.size - 1
+    kv_heads = k.shape[2]
+    if depth != config.ov_depth or k.shape[3] != depth or v.shape != k.shape or q_heads % kv_heads or out.shape != q.shape:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {config.ov_depth} or each other")
-    if lse.shape != (batch, q_heads, q_len) or lse.dtype != np.float32 or not lse.flags.c_contiguous:
-        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {(batch, q_heads, q_len)}")
+    q_len = q.shape[1] if starts is None else max_q_len or 0
+    keys = k.shape[1]
+    if table is not None:
+        room = table.shape[-1] * k.shape[1]
+        keys = room if max_keys is None else max_keys
+        if k.shape[1] != config.page_size:
+            raise ValueError(f"k {k.shape} has pages of {k.shape[1]} keys; the config has {config.page_size}")
+        if not 1 <= keys <= (2**31 - 1 if given.get("page_places") is not None else room):
+            raise ValueError(f"max_keys is {keys}; the block table has room for {room}")
+    elif k.shape[0] != batch:
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {config.ov_depth} or each other")
+    lse_shape = (batch, q_heads, q_len) if starts is None else (q_heads, q.shape[0])
+    if lse.shape != lse_shape or lse.dtype != np.float32 or not lse.flags.c_contiguous:
+        raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {lse_shape}")
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {
+        "block_table": ((batch, table.shape[-1] if table is not None else 0), np.int32),
+        "page_places": ((batch, table.shape[-1] if table is not None else 0), np.int32),
+        "key_lengths": ((batch,), np.int32),
+        "query_starts": ((batch + 1,), np.int32),
+        "sinks": ((q_heads,), np.float32),
+        "k_scale": ((kv_heads,), np.float32),
+        "v_scale": ((kv_heads,), np.float32),
+    }
+    for name, array in given.items():
+        if array is None:
+            continue
+        shape, of = shapes[name]
+        if array.shape != shape or array.dtype != of or not array.flags.c_contiguous or batch < 1:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected contiguous {np.dtype(of)} {shape}")
     group = q_heads // kv_heads
     if config.group not in (None, group):
         raise ValueError(f"the config fixes group {config.group}; q and k have {group}")
     scale = 1.0 / math.sqrt(depth) if scale is None else scale
     if not math.isfinite(scale):
         raise ValueError(f"scale {scale} is not finite")
-    return group, scale
+    return Extents(batch, q_len, keys, kv_heads, group), scale
+
+
+def _check_extras(config: Config, max_q_len: int | None, max_keys: int | None) -> None:
+    if (max_q_len is not None) != config.ragged_queries:
+        raise ValueError(f"max_q_len is {max_q_len}; it goes with ragged_queries, and is the most queries of a sequence")
+    if max_q_len is not None and max_q_len < 1:
+        raise ValueError(f"max_q_len is {max_q_len}; a sequence has at least 1 query")
+    if max_keys is not None and config.kv_layout != "paged":
+        raise ValueError(f"max_keys is {max_keys}; it goes with kv_layout paged")
+
+
+def feature_values(config: Config, given: Mapping[str, np.ndarray | None]) -> list[Any]:
+    """The arguments of a launch that feature_arguments lists, from the arrays by name."""
+    table = given.get("block_table")
+    values: list[Any] = []
+    for name, _, _ in feature_arguments(config):
+        values.append(np.uint32(table.shape[1] if table is not None else 0) if name == "table_pages" else given[name])
+    return values
 
 
 def _lse_rows(geo: Sm90Geometry) -> int:
@@ -366,27 +507,47 @@ def _sm90(geo: Geometry) -> Sm90Geometry:
 
 def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swizzle: int) -> TensorMap:
     """Q or O [batch, q_len, q_heads, depth] as [batch][kv_heads][q_len][group][depth], a box of a tile's rows and `columns` columns."""
-    batch, q_len, q_heads, depth = array.shape
+    # Ragged queries are one long sequence to the copies.
+    batch, q_len, q_heads, depth = array.shape if array.ndim == 4 else (1, *array.shape)
     group = q_heads // kv_heads
-    per_batch, per_position, per_head, _ = array.strides
+    per_position, per_head, _ = array.strides[-3:]
     return TensorMap(
         array,
         box=(1, 1, tiles.positions, tiles.heads, columns),
         shape=(batch, kv_heads, q_len, group, depth),
-        strides=(per_batch, group * per_head, per_position, per_head),
+        strides=(q_len * per_position, group * per_head, per_position, per_head),
         swizzle=swizzle,
     )
 
 
-def _key_map(geo: Sm90Geometry, array: np.ndarray) -> TensorMap:
-    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]: one copy brings several swizzled chunks."""
+def _key_map(geo: Sm90Geometry, array: np.ndarray, page_size: int | None) -> TensorMap:
+    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]: one copy brings several swizzled chunks.
+
+    Pages take the place of sequences. Pages smaller than a key tile land in a row of a chunk each.
+    """
     batch, keys, kv_heads, depth = array.shape
     columns = SWIZZLE_BYTES // array.itemsize
+    small_pages = page_size is not None and page_size < geo.block_keys
+    base, offset = _memory(array)
+    shape = (batch, kv_heads, depth // columns, keys, columns)
     per_batch, per_key, per_head, per_column = array.strides
+    strides = (per_batch, per_head, columns * per_column, per_key)
     return TensorMap(
-        array,
-        box=(1, 1, geo.slot_chunks, geo.block_keys, columns),
-        shape=(batch, kv_heads, depth // columns, keys, columns),
-        strides=(per_batch, per_head, columns * per_column, per_key),
+        base,
+        box=(1, 1, 1 if small_pages else geo.slot_chunks, page_size if small_pages and page_size else geo.block_keys, columns),
+        shape=shape,
+        # numpy leaves the stride of an axis of one element open; a copy never steps along it.
+        strides=tuple(TMA_STRIDE_BYTES if extent == 1 else step for step, extent in zip(strides, shape[:-1], strict=True)),
         swizzle=SWIZZLE_BYTES,
+        offset_bytes=offset,
     )
+
+
+def _memory(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """The contiguous array that holds `array`, a view of it or itself, and where in it `array` begins, in bytes."""
+    base = array
+    while not base.flags.c_contiguous:
+        if not isinstance(base.base, np.ndarray):
+            raise ValueError(f"an array of strides {array.strides} is no view of a contiguous one")
+        base = base.base
+    return base, array.__array_interface__["data"][0] - base.__array_interface__["data"][0]

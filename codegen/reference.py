@@ -95,31 +95,96 @@ def combine(
     return out, bound, m, merged_l
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, scale: float, causal: bool) -> tuple[F64, F64]:
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    key_lengths: np.ndarray | None = None,
+    block_table: np.ndarray | None = None,
+    page_places: np.ndarray | None = None,
+    query_starts: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
+) -> tuple[F64, F64]:
     """Softmax attention in float64.
 
     q: [batch, q_len, q_heads, d]; k, v: [batch, keys, kv_heads, d], any float dtype; q_heads is a multiple of kv_heads.
     causal: query i sees keys <= keys - q_len + i. A row that sees no key gives 0 and LSE = -inf.
-    Returns out [batch, q_len, q_heads, d] and LSE [batch, q_heads, q_len] (natural logarithm).
+    window: with causal, the keys that a query sees at most, its own position the last. softcap: s = softcap * tanh(scale q.k / softcap).
+    sinks: [q_heads], a logit of each head that takes part in the softmax, and in the LSE, without a value.
+    key_lengths: [batch], the keys of each sequence. block_table: [batch, table_pages]; k, v are then [pages, page, kv_heads, d].
+    page_places: as block_table, ascending: the place in its sequence of each listed page; key_lengths still counts the whole sequence.
+    A listed page that begins at or past the sequence's end ends the list.
+    query_starts: [batch + 1]; q is then [total_q, q_heads, d]. k_scale, v_scale: [kv_heads], factors of K and V.
+    Returns out, of q's shape, and LSE [batch, q_heads, q_len] (natural logarithm), with query_starts [q_heads, total_q].
     """
-    batch, q_len, q_heads, d = q.shape
-    keys, kv_heads = k.shape[1:3]
+    q_heads = q.shape[-2]
+    kv_heads = k.shape[2]
     group = q_heads // kv_heads
-    out = np.empty((batch, q_len, q_heads, d), np.float64)
-    lse = np.empty((batch, q_heads, q_len), np.float64)
-    visible = np.ones((q_len, keys), bool)
-    if causal:
-        visible = np.arange(keys)[None, :] <= np.arange(q_len)[:, None] + keys - q_len
+    ragged = query_starts is not None
+    batch = len(query_starts) - 1 if query_starts is not None else q.shape[0]
+    out = np.zeros(q.shape, np.float64)
+    lse = np.full((q_heads, q.shape[0]) if ragged else (batch, q_heads, q.shape[1]), -np.inf)
     for b in range(batch):
+        rows = slice(int(query_starts[b]), int(query_starts[b + 1])) if query_starts is not None else slice(None)
+        own_q, own_out = (q[rows], out[rows]) if ragged else (q[b], out[b])
+        own_lse = lse[:, rows] if ragged else lse[b]
+        own_k, own_v, places, keys = _keys_of(b, k, v, key_lengths, block_table, page_places)
+        if not len(own_q):
+            continue
+        positions = np.arange(len(own_q))[:, None] + keys - len(own_q)
+        visible = np.ones((len(own_q), len(places)), bool)
+        if causal:
+            visible = places[None, :] <= positions
+        if window is not None:
+            visible &= places[None, :] > positions - window
         for head in range(q_heads):
             kv = head // group
-            scores = (q[b, :, head].astype(np.float64) @ k[b, :, kv].astype(np.float64).T) * scale
+            k_factor = 1.0 if k_scale is None else float(k_scale[kv])
+            v_factor = 1.0 if v_scale is None else float(v_scale[kv])
+            scores = (own_q[:, head].astype(np.float64) @ own_k[:, kv].astype(np.float64).T) * (scale * k_factor)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             scores = np.where(visible, scores, -np.inf)
-            row_max = scores.max(axis=1, keepdims=True)
-            p = np.exp(scores - np.where(np.isfinite(row_max), row_max, 0.0))
-            row_sum = p.sum(axis=1, keepdims=True)
+            sink = -np.inf if sinks is None else float(sinks[head])
+            row_max = scores.max(axis=1, keepdims=True, initial=sink)
+            zero = np.where(np.isfinite(row_max), row_max, 0.0)
+            p = np.exp(scores - zero)
+            row_sum = p.sum(axis=1, keepdims=True) + np.exp(sink - zero)
             seen = row_sum[:, 0] > 0
-            out[b, :, head] = np.where(seen[:, None], (p @ v[b, :, kv].astype(np.float64)) / np.where(row_sum > 0, row_sum, 1.0), 0.0)
+            # What a masked key holds is no part of the result, even where it is not a number.
+            values = np.where(np.asarray(visible.any(axis=0))[:, None], own_v[:, kv].astype(np.float64), 0.0)
+            own_out[:, head] = np.where(seen[:, None], (p @ values) * v_factor / np.where(row_sum > 0, row_sum, 1.0), 0.0)
             with np.errstate(divide="ignore"):
-                lse[b, head] = np.where(seen, row_max[:, 0] + np.log(row_sum[:, 0]), -np.inf)
+                own_lse[head] = np.where(seen, zero[:, 0] + np.log(row_sum[:, 0]), -np.inf)
     return out, lse
+
+
+def _keys_of(
+    b: int,
+    k: np.ndarray,
+    v: np.ndarray,
+    key_lengths: np.ndarray | None,
+    block_table: np.ndarray | None,
+    page_places: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """K and V of a sequence, [keys, kv_heads, d], the place of each key in the sequence, and the sequence's length."""
+    if block_table is None:
+        keys = k.shape[1] if key_lengths is None else int(key_lengths[b])
+        return k[b, :keys], v[b, :keys], np.arange(keys), keys
+    page = k.shape[1]
+    keys = block_table.shape[1] * page if key_lengths is None else int(key_lengths[b])
+    listed = np.arange(block_table.shape[1]) if page_places is None else page_places[b].astype(np.int64)
+    starts = np.asarray(listed * page)
+    live = np.flatnonzero(starts < keys)
+    pages = block_table[b][live]
+    places = (starts[live][:, None] + np.arange(page)).reshape(-1)
+    inside = places < keys
+    own_k, own_v = (array[pages].reshape(-1, *array.shape[2:])[inside] for array in (k, v))
+    return own_k, own_v, places[inside], keys

@@ -156,7 +156,8 @@ def check_tile(w: Warp, code: Code, descriptor: MatrixDescriptor, granules: Int6
             wrong = f"the descriptor says {descriptor.swizzle or 'no'}-byte swizzle, the tensor map {swizzle or 'no'}"
         elif swizzle and row_bytes != swizzle:
             wrong = f"rows of the box are {row_bytes} bytes, not the {swizzle} that its swizzle and the descriptor repeat after"
-        elif descriptor.base_offset != base:
+        elif place == 0 and descriptor.base_offset != base:
+            # Where the operand begins; further rows may come in boxes of their own, at any row of the pattern.
             wrong = (
                 f"the tile starts {start & (pattern - 1)} bytes into a pattern of {pattern}, "
                 f"the descriptor's base offset is {descriptor.base_offset}, not {base}"

@@ -1,0 +1,210 @@
+"""Features of the sm_90a shared-key kernel against float64: paged, ragged, masked and capped variants, on the emulator and on the GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_problem import DTYPES, OUT_BOUND, compiled, source
+
+from fa4gen.codegen import reference
+from fa4gen.codegen.attention import attention_entry_infos, attention_launch
+from fa4gen.codegen.backends import Launch
+from fa4gen.codegen.backends.emulator import EmulatorBackend
+from fa4gen.codegen.config import Config, parse_config
+from fa4gen.codegen.geometry import derive
+
+PAGED = {"kv_layout": "paged", "key_lengths": True}
+
+
+def config(depth: int = 64, **fields: Any) -> Config:
+    return parse_config({"name": "t", "shared_key": True, "arch": ["sm_90a"], "ov_depth": depth} | fields)
+
+
+class FeatureProblem:
+    """Inputs of a config with features. Keys past a sequence's end are NaN, pages lie in any order, and outputs hold NaN until written."""
+
+    def __init__(
+        self, c: Config, queries: list[int], lengths: list[int], group: int, kv_heads: int = 1, seed: int = 0, heads_first: bool = False
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        dtype = DTYPES[c.dtype]
+        self.config, self.queries, self.lengths = c, queries, lengths
+        batch, most, heads = len(lengths), max(1, *lengths), group * kv_heads
+        if not c.key_lengths:
+            assert min(lengths) == most
+        self.arrays: dict[str, Any] = {}
+        if c.key_lengths:
+            self.arrays["key_lengths"] = np.array(lengths, np.int32)
+        total = sum(queries)
+        rows = (total,) if c.ragged_queries else (batch, queries[0])
+        self.q = rng.standard_normal((*rows, heads, c.ov_depth), np.float32).astype(dtype)
+        if c.ragged_queries:
+            self.arrays |= {"query_starts": np.cumsum([0, *queries]).astype(np.int32), "max_q_len": max(queries)}
+        if c.sinks:
+            self.arrays["sinks"] = rng.standard_normal(heads).astype(np.float32) * 3
+        pairs = rng.standard_normal((2, batch, most, kv_heads, c.ov_depth), np.float32).astype(dtype)
+        for b, length in enumerate(lengths):
+            pairs[:, b, length:] = np.nan
+        if c.page_size:
+            page = c.page_size
+            room = -(-most // page)
+            places = rng.permutation(batch * room + 1)[: batch * room].reshape(batch, room).astype(np.int32)
+            pages = np.full((2, batch * room + 1, page, kv_heads, c.ov_depth), np.nan, dtype)
+            for b, length in enumerate(lengths):
+                for i in range(-(-length // page)):
+                    part = pairs[:, b, i * page : (i + 1) * page]
+                    pages[:, places[b, i], : part.shape[1]] = part
+            if heads_first:
+                pages = np.ascontiguousarray(pages.swapaxes(2, 3)).swapaxes(2, 3)
+            # What lies past a sequence's end is no page: reading it would show.
+            table = np.where(np.arange(room)[None, :] * page < np.array(lengths)[:, None], places, 1 << 30).astype(np.int32)
+            self.arrays |= {"block_table": table, "max_keys": most}
+            self.k, self.v = pages
+        elif heads_first:
+            self.k, self.v = (np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in pairs)
+        else:
+            self.k, self.v = pairs
+        self.out = np.empty(self.q.shape, DTYPES[c.out_dtype])
+        self.lse = np.empty((heads, total) if c.ragged_queries else (batch, heads, queries[0]), np.float32)
+        self.poison()
+
+    def poison(self) -> None:
+        self.out[:] = np.nan
+        self.lse[:] = np.nan
+
+    def launch(self, **options: Any) -> Launch:
+        c = self.config
+        return attention_launch(c, derive(c, "sm_90a"), self.q, self.k, self.v, self.out, self.lse, **self.arrays, **options)
+
+    def check(self, scale: float | None = None) -> None:
+        c = self.config
+        known = {name: array for name, array in self.arrays.items() if name not in ("max_keys", "max_q_len")}
+        if c.page_size and not c.key_lengths:
+            known["key_lengths"] = np.array(self.lengths)
+        scale = c.ov_depth**-0.5 if scale is None else scale
+        causal = c.mask == "causal"
+        out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=causal, window=c.window, softcap=c.softcap, **known)
+        ours = self.out.astype(np.float64)
+        assert np.linalg.norm(ours - out) <= OUT_BOUND[c.dtype] * np.linalg.norm(out)
+        seen = np.isfinite(lse)
+        assert (self.lse[~seen] == -np.inf).all()
+        assert (np.abs(self.lse[seen] - lse[seen]) <= 2e-4 + 2.0**-20 * np.abs(lse[seen])).all()
+        assert (ours[(out == 0).all(axis=-1)] == 0).all()
+
+
+# config fields, (queries, lengths, group, kv_heads), launch options
+Case = tuple[dict[str, Any], tuple[list[int], list[int], int, int], dict[str, Any]]
+RAGGED = {"ragged_queries": True, "key_lengths": True}
+CASES: list[Case] = [
+    ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
+    ({"key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 150, 0], 5, 1), {"partition_keys": 64}),
+    ({"key_lengths": True, "warpgroups": 2}, ([1] * 3, [0, 70, 300], 12, 1), {"partition_keys": 128}),
+    ({"key_lengths": True}, ([2] * 2, [500, 90], 1, 2), {"partition_keys": 64, "ctas": 3}),
+    *(
+        (PAGED | {"page_size": page, "mask": "causal"}, ([2] * 4, [0, 1, 77, 200], 5, 2), {"partition_keys": 128})
+        for page in (1, 16, 32, 64, 128, 256)
+    ),
+    (PAGED | {"page_size": 16, "warpgroups": 2}, ([1] * 3, [450, 65, 0], 8, 1), {"partition_keys": 128, "ctas": 2}),
+    (PAGED | {"page_size": 32, "ov_depth": 128}, ([1] * 2, [450, 33], 8, 1), {"partition_keys": 128}),
+    (PAGED | {"page_size": 64, "warpgroups": 2, "out_dtype": "float32"}, ([1] * 2, [450, 64], 8, 1), {"partition_keys": 64}),
+    ({"kv_layout": "paged", "page_size": 16}, ([1] * 2, [100, 100], 8, 1), {}),
+    ({"mask": "causal", "window": 1}, ([3] * 2, [130, 130], 4, 1), {}),
+    ({"mask": "causal", "window": 70}, ([4], [300], 8, 1), {}),
+    ({"mask": "causal", "window": 64, "warpgroups": 2}, ([17], [263], 1, 1), {"scale": 2.0}),
+    ({"mask": "causal", "window": 100, "ov_depth": 128}, ([4] * 2, [500, 500], 2, 1), {"partition_keys": 64}),
+    ({"mask": "causal", "window": 150, "ov_depth": 128}, ([1] * 2, [1100, 1100], 8, 1), {"partition_keys": 64}),
+    ({"mask": "causal", "window": 400, "ov_depth": 128, "out_dtype": "float32"}, ([1], [1100], 8, 1), {"partition_keys": 64}),
+    ({"mask": "causal", "window": 90, "key_lengths": True}, ([2] * 3, [0, 40, 400], 8, 1), {"partition_keys": 128}),
+    ({"softcap": 3.0}, ([1], [130], 8, 1), {"scale": 1.0}),
+    ({"softcap": 20.0, "mask": "causal", "warpgroups": 2}, ([3], [200], 5, 1), {"scale": -3.0}),
+    ({"sinks": True, "key_lengths": True}, ([1] * 3, [0, 1, 130], 12, 1), {}),
+    ({"sinks": True, "warpgroups": 2}, ([2], [300], 5, 2), {"partition_keys": 64}),
+    ({"sinks": True, "ov_depth": 128, "mask": "causal", "window": 128}, ([1] * 2, [520, 520], 8, 1), {"partition_keys": 64}),
+    (RAGGED, ([1, 0, 5, 3], [90, 10, 0, 200], 5, 1), {}),
+    (RAGGED | {"mask": "causal"}, ([17, 1, 4], [60, 150, 4], 2, 2), {"partition_keys": 64}),
+    (RAGGED | {"mask": "causal", "warpgroups": 2, "out_dtype": "float32"}, ([3, 4, 1], [60, 150, 300], 8, 1), {"partition_keys": 64}),
+    (RAGGED | PAGED | {"page_size": 16, "mask": "causal", "window": 50, "sinks": True}, ([4, 1, 9], [100, 0, 222], 6, 1), {"ctas": 2}),
+    ({"rescale": "exact", "mask": "causal"}, ([4], [450], 8, 1), {"scale": 3.0, "partition_keys": 128}),
+    ({"rescale": "exact", "use_fma": False, "dtype": "float16", "out_dtype": "float32"}, ([1], [450], 8, 1), {"scale": 1.0}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_feature_is_right_and_clean_on_the_emulator(case):
+    fields, shape, options = case
+    c = config(**({"depth": fields["ov_depth"]} if "ov_depth" in fields else {}), **{k: v for k, v in fields.items() if k != "ov_depth"})
+    seed = len(str(case))
+    problem = FeatureProblem(c, *shape, seed=seed, heads_first=seed % 2 == 1)
+    launch = problem.launch(**options)
+    assert EmulatorBackend(seed=seed).run(compiled(source(c)), launch).hazards == []
+    problem.check(options.get("scale"))
+
+
+def run(problem: FeatureProblem, seed: int = 0, **options: Any) -> FeatureProblem:
+    assert EmulatorBackend(seed=seed).run(compiled(source(problem.config)), problem.launch(**options)).hazards == []
+    return problem
+
+
+@pytest.mark.parametrize("use_fma", [True, False])
+def test_verifying_four_tokens_gives_the_bits_of_four_steps(use_fma):
+    c = config(rescale="exact", mask="causal", key_lengths=True, out_dtype="float32", use_fma=use_fma)
+    # Large scores, so that rows outgrow their maxima at different keys; some of the queries are the first to see a key tile.
+    verify = run(FeatureProblem(c, [4], [322], 8), partition_keys=64, scale=1.0)
+    for i in range(4):
+        step = FeatureProblem(c, [1], [322 - 3 + i], 8)
+        step.q, step.k, step.v = verify.q[:, i : i + 1].copy(), verify.k, verify.v
+        run(step, seed=1, partition_keys=64, scale=1.0)
+        assert step.out.tobytes() == verify.out[:, i : i + 1].tobytes()
+        assert step.lse.tobytes() == verify.lse[:, :, i : i + 1].tobytes()
+
+
+def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages():
+    fields = {"rescale": "exact", "mask": "causal", "key_lengths": True, "out_dtype": "float32"}
+    c, paged = config(**fields), config(**fields, kv_layout="paged", page_size=16)
+    lengths = [520, 0, 130, 1]
+    many = run(FeatureProblem(c, [2] * 4, lengths, 5), partition_keys=64, scale=1.0, ctas=3)
+    pages = FeatureProblem(paged, [2] * 4, lengths, 5)
+    assert pages.q.tobytes() == many.q.tobytes()
+    run(pages, partition_keys=64, scale=1.0)
+    assert pages.out.tobytes() == many.out.tobytes()
+    assert pages.lse.tobytes() == many.lse.tobytes()
+    alone = FeatureProblem(c, [2], [130], 5)
+    alone.q, alone.k, alone.v = many.q[2:3].copy(), many.k[2:3, :130].copy(), many.v[2:3, :130].copy()
+    run(alone, partition_keys=64, scale=1.0)
+    assert alone.out.tobytes() == many.out[2:3].tobytes()
+    assert alone.lse.tobytes() == many.lse[2:3].tobytes()
+
+
+def test_an_entry_states_the_arguments_of_its_features():
+    c = config(kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
+    text = source(c)
+    for info in attention_entry_infos(c, "sm_90a"):
+        declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
+        assert declaration is not None
+        names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
+        assert names == [argument["name"] for argument in info["arguments"]]
+        assert names[-5:] == ["block_table", "table_pages", "key_lengths", "query_starts", "sinks"]
+
+
+def test_feature_arrays_that_do_not_fit_are_refused():
+    c = config(kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
+    good = FeatureProblem(c, [1, 3], [20, 70], 2)
+    good.launch()
+    arrays = dict(good.arrays)
+
+    def refused(match: str, **change: Any) -> None:
+        good.arrays = {name: value for name, value in (arrays | change).items() if value is not None}
+        with pytest.raises(ValueError, match=match) as error:
+            good.launch()
+        assert "\n" not in str(error.value)
+
+    refused("block_table is missing", block_table=None)
+    refused("k_scale is given", k_scale=np.ones(1, np.float32))
+    refused("block_table is int64", block_table=arrays["block_table"].astype(np.int64))
+    refused("key_lengths is int32", key_lengths=np.zeros(3, np.int32))
+    refused("sinks is float64", sinks=arrays["sinks"].astype(np.float64))
+    refused("max_q_len is None", max_q_len=None)
+    refused("max_keys is 81", max_keys=81)
