@@ -28,7 +28,6 @@ Arch = Literal["sm_90a", "sm_100a"]
 ARCHES: tuple[Arch, ...] = ("sm_90a", "sm_100a")
 WARPGROUP_THREADS = 128
 KEY_SPLIT_DEPTH_LIMIT = 128
-KEY_SPLIT_DEPTH_LIMIT_G = 256  # sm_100a, m_pack 4, one warpgroup: tensor and shared memory then have room for the O of four parts
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_GROUP = 1024
 MAX_WINDOW = 1 << 24
@@ -51,8 +50,8 @@ RULES: dict[str, str] = {
     "spill-names": "allow_spills lists names of kernel entries, each once",
     "pack-fills-warpgroup": "m_pack * rows = 128: a warpgroup's threads map one to one onto rows and parts",
     "equal-depths": "qk_depth equals ov_depth: K and V sub-tiles share one ring",
-    "key-split-depth": f"key-split holds the full depth of O in every part, which fits up to depth {KEY_SPLIT_DEPTH_LIMIT}, or "
-    f"{KEY_SPLIT_DEPTH_LIMIT_G} on sm_100a alone with m_pack 4 and one warpgroup",
+    "key-split-depth": f"key-split holds the full depth of O in every part, which fits up to depth "
+    f"{KEY_SPLIT_DEPTH_LIMIT}: deeper ones have no MMA, no room or no registers",
     "tile-rows": "tile_rows is 8, 16, 32 or rows, and at most rows",
     "split": "split is auto (the fastest partitions of the keys for a launch) or fixed N (partitions of N keys, whatever the batch)",
     "split-key-tiles": "a fixed partition is a whole number of key tiles",
@@ -261,10 +260,8 @@ class Config(BaseModel):
         require(self.m_pack * self.rows == WARPGROUP_THREADS, "pack-fills-warpgroup", "rows", self.rows, remedy)
         remedy = f"set qk_depth to {self.ov_depth} or leave it out"
         require(self.qk_depth in (None, self.ov_depth), "equal-depths", "qk_depth", self.qk_depth, remedy)
-        roomy = self.m_pack == 4 and self.warpgroups == 1 and self.arch == ("sm_100a",)
-        limit = KEY_SPLIT_DEPTH_LIMIT_G if roomy else KEY_SPLIT_DEPTH_LIMIT
-        remedy = f"set shared_key: true, or ov_depth at most {limit}"
-        require(self.shared_key or self.ov_depth <= limit, "key-split-depth", "ov_depth", self.ov_depth, remedy)
+        remedy = f"set shared_key: true, or ov_depth at most {KEY_SPLIT_DEPTH_LIMIT}"
+        require(self.shared_key or self.ov_depth <= KEY_SPLIT_DEPTH_LIMIT, "key-split-depth", "ov_depth", self.ov_depth, remedy)
         tiles = [choice for choice in (8, 16, 32, 64) if choice <= self.rows]
         remedy = f"use one of {', '.join(map(str, tiles))}"
         require(self.tile_rows is None or self.tile_rows in tiles, "tile-rows", "tile_rows", self.tile_rows, remedy)

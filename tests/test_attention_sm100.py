@@ -19,6 +19,7 @@ from fa4gen.codegen.attention import Workspace, attention_entry_info, attention_
 from fa4gen.codegen.backends import BackendError, Compiled, Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, disabled_rules, load_shipped, parse_config
+from fa4gen.codegen.emulator import Uninitialized
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 
@@ -250,14 +251,46 @@ def test_partitions(name: str, mask: str) -> None:
     assert run(config, keys=700, q_len=2, group=4, partition_keys=256) == ""
 
 
-def test_partitions_are_independent_of_batch_mates() -> None:
-    config = variant("d128")
-    alone, together = Problem(config, keys=900), Problem(config, keys=900, batch=2)
+@pytest.mark.parametrize("name", ["d128", "d512"])
+def test_fixed_partitions_are_independent_of_batch_mates(name: str) -> None:
+    config = variant(name, split="fixed 512")
+    alone, together = Problem(config, keys=900, group=1), Problem(config, keys=900, group=1, batch=2)
     together.q[1], together.k[1], together.v[1] = alone.q[0], alone.k[0], alone.v[0]
-    for problem in (alone, together):
-        EmulatorBackend().run(Compiled("sm_100a", module(config).ptx), problem.launch(partition_keys=512))
-    assert np.array_equal(together.out[1].view(np.uint16), alone.out[0].view(np.uint16))
-    assert np.array_equal(together.lse[1], alone.lse[0])
+    for seed, problem in enumerate((alone, together)):
+        assert EmulatorBackend(seed=seed).run(Compiled("sm_100a", module(config).ptx), problem.launch()).hazards == []
+    assert together.out[1].tobytes() == alone.out[0].tobytes()
+    assert together.lse[1].tobytes() == alone.lse[0].tobytes()
+
+
+def test_split_policies() -> None:
+    def grid(split: str | None, **options: Any) -> int:
+        return Problem(variant("d128", **({} if split is None else {"split": split})), keys=8192).launch(**options).grid[0]
+
+    assert (grid(None), grid("fixed 512"), grid("auto"), grid("fixed 512", partition_keys="auto")) == (1, 16, 16, 16)
+    assert (grid(None, partition_keys=256), grid("auto", ctas=4)) == (32, 4)
+    with pytest.raises(ValueError, match="multiple of 256"):
+        grid(None, partition_keys=300)
+
+
+def arrays(launch: Launch) -> list[np.ndarray]:
+    return [a.array if isinstance(a, Uninitialized) else a for a in launch.args if isinstance(a, (np.ndarray, Uninitialized))]
+
+
+def test_a_workspace_is_its_streams_own() -> None:
+    config = variant("d64")
+    small, large = Problem(config, keys=300), Problem(config, keys=700, batch=2)
+    workspace = Workspace()
+    launches = [p.launch(partition_keys=256, workspace=workspace) for p in (small, large, small)]
+    stranger = large.launch(partition_keys=256, workspace=Workspace())
+    assert not any(np.shares_memory(a, b) for launch in launches for a in arrays(launch)[1:] for b in arrays(stranger)[1:])
+    # Numbers rise; what is large enough is used again.
+    assert [launch.args[-4] for launch in launches] == [1, 2, 3]
+    assert arrays(launches[1])[1:] == arrays(launches[2])[1:]
+    for launch, problem in zip(launches, (small, large, small), strict=True):
+        problem.out[:], problem.lse[:] = np.nan, np.nan
+        assert emulator(0).run(Compiled("sm_100a", module(config).ptx), launch).hazards == []
+        assert problem.right(0.125)
+        assert not arrays(launch)[-1].any()
 
 
 class Aborted(Exception):

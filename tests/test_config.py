@@ -152,11 +152,6 @@ def test_key_split_refusals() -> None:
     assert refuse(SPLIT_128 | SM100 | M2 | {"ring_slots": 5}).rule == "epilogue-arena"
     assert refuse(SPLIT_128 | SM100 | M2 | {"ring_slots": 7}).rule == "smem-bytes"
     assert refuse(SPLIT_128 | SM100 | {"block_keys": 64}).rule == "key-chunk-steps"
-    # Room for the O of four parts, 256 deep, is on sm_100a with one warpgroup.
-    deep = SPLIT_128 | {"ov_depth": 256, "warpgroups": 1}
-    assert parse_config(deep | SM100).ov_depth == 256
-    for fields in (deep, deep | SM100 | M2, deep | SM100 | {"ov_depth": 512}, deep | SM100 | {"warpgroups": 2}):
-        assert refuse(fields).rule == "key-split-depth"
 
 
 def test_hints() -> None:

@@ -130,7 +130,7 @@ TIGHT: list[tuple[str, str, str, dict[str, Any], dict[str, Any], tuple[str, ...]
     ("key-split-depth", "E", "sm_100a", {"ov_depth": 128, "warpgroups": 1}, {"ov_depth": 256, "warpgroups": 1}, (), "refused"),
     # Two warpgroups with the O of four partitions each, 256 deep, take 640 columns.
     (
-        "key-split-depth", "G", "sm_100a", {"ov_depth": 256, "warpgroups": 1}, {"ov_depth": 256, "warpgroups": 2, "block_keys": 128},
+        "key-split-depth", "G", "sm_100a", {"ov_depth": 128}, {"ov_depth": 256, "block_keys": 128},
         ("tmem-columns", "epilogue-arena"), "tmem_allocation",
     ),
     # A V tile of layout E is cut along its keys into as many chunks as K is along the depth.
@@ -166,6 +166,18 @@ def test_smem_bytes_on_sm_90a(mode: str, depth: int, step: int) -> None:
     assert broken_rules(more) == ("smem-bytes",)
     with disabled_rules("smem-bytes"):
         assert outcome(parse_config(more), "sm_90a") == "refused"
+
+
+def test_key_split_depth_spills_in_one_warpgroup() -> None:
+    """One warpgroup leaves room for the O of four partitions 256 deep, but a thread's share of the merge does not fit its registers."""
+
+    def spills(depth: int) -> int:
+        source = render.render(parse_config(fields_of("G", {"ov_depth": depth, "warpgroups": 1})), "sm_100a")["attention.cu"]
+        return sum(kernel.spill_store_bytes for kernel in compiler.compile_source(source, "sm_100a", "attention.cu").kernels.values())
+
+    assert spills(128) == 0
+    with disabled_rules("key-split-depth"):
+        assert spills(256) > 0
 
 
 def with_slots(config: Config, slots: int) -> str:
