@@ -1,0 +1,203 @@
+"""fa4gen.attention: on numpy arrays through the emulator, its errors, the plans it makes; with a GPU and torch, against float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fa4gen
+from fa4gen.codegen import api, reference
+
+BF16 = ml_dtypes.bfloat16
+OUT_BOUND = 4e-3
+
+
+def problem(batch: int = 2, q_len: int = 2, keys: int = 130, group: int = 4, kv_heads: int = 1, depth: int = 64, dtype: Any = BF16) -> Any:
+    rng = np.random.default_rng(batch * keys + q_len)
+    shapes = ((batch, q_len, kv_heads * group, depth), (batch, keys, kv_heads, depth), (batch, keys, kv_heads, depth))
+    return tuple(rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+
+
+def close(out: Any, lse: Any, expected: Any) -> None:
+    ours = np.asarray(out).astype(np.float64)
+    assert np.linalg.norm(ours - expected[0]) <= OUT_BOUND * np.linalg.norm(expected[0])
+    np.testing.assert_allclose(lse, expected[1], rtol=2.0**-20, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, BF16), ({"causal": True}, np.float16), ({"num_splits": 3}, BF16), ({"split_size": 64, "causal": True, "scale": 0.3}, BF16)],
+)
+def test_numpy_arrays_run_on_the_emulator(options: dict[str, Any], dtype: Any) -> None:
+    q, k, v = problem(dtype=dtype)
+    out, lse = fa4gen.attention(q, k, v, return_lse=True, **options)
+    assert out.dtype == q.dtype
+    close(out, lse, reference.attention(q, k, v, scale=options.get("scale", 64**-0.5), causal=options.get("causal", False)))
+
+
+def test_a_shipped_config_decides_the_output_type() -> None:
+    q, k, v = problem(depth=128, keys=64)
+    out = np.empty(q.shape, BF16)
+    assert fa4gen.attention(q, k, v, config="d128_sk", out=out, causal=fa4gen_mask("d128_sk")) is out
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+def fa4gen_mask(name: str) -> bool:
+    from fa4gen.codegen.config import load_config
+
+    return load_config(name).mask == "causal"
+
+
+def replaced(name: str, change: Any) -> Any:
+    def make(arrays: dict[str, Any]) -> None:
+        arrays[name] = change(arrays[name])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "kind"),
+    [
+        ("q", replaced("q", lambda a: a[0]), ValueError),
+        ("q", replaced("q", lambda a: a[:, :, :, ::2]), ValueError),
+        ("q", replaced("q", lambda a: a.astype(np.float32)), TypeError),
+        ("q", replaced("q", lambda a: a.astype(np.complex64)), TypeError),
+        ("q", replaced("q", lambda a: np.concatenate([a, a[:, :, :1]], 2)), ValueError),
+        ("k", replaced("k", lambda a: a[:1]), ValueError),
+        ("k", replaced("k", lambda a: a[..., :32]), ValueError),
+        ("k", replaced("k", lambda a: a.tolist()), TypeError),
+        ("v", replaced("v", lambda a: a[:, :-1]), ValueError),
+        ("v", replaced("v", lambda a: a.astype(np.float16)), TypeError),
+        ("out", replaced("out", lambda a: a[:, :1]), ValueError),
+        ("out", replaced("out", lambda a: a.astype(np.int32)), TypeError),
+        ("seqused_k", lambda a: a.update(seqused_k=np.zeros(2, np.int64)), TypeError),
+        ("seqused_k", lambda a: a.update(seqused_k=np.zeros(3, np.int32)), ValueError),
+        ("block_table", lambda a: a.update(block_table=np.zeros(2, np.int32)), ValueError),
+        ("cu_seqlens_q", lambda a: a.update(q=a["q"][0], out=a["out"][0], cu_seqlens_q=np.zeros(1, np.int32), max_seqlen_q=1), ValueError),
+        ("max_seqlen_q", lambda a: a.update(max_seqlen_q=1), ValueError),
+        ("sinks", lambda a: a.update(sinks=np.zeros(3, np.float32)), ValueError),
+        ("k_scale", lambda a: a.update(k_scale=np.ones(2, np.float32)), ValueError),
+        ("window", lambda a: a.update(window=5), ValueError),
+        ("num_splits", lambda a: a.update(num_splits=0), ValueError),
+        ("num_splits", lambda a: a.update(num_splits=2, split_size=64), ValueError),
+        ("split_size", lambda a: a.update(split_size=65), ValueError),
+        ("kv_layout", lambda a: a.update(kv_layout="NCHW"), ValueError),
+        ("stream", lambda a: a.update(stream=7), ValueError),
+        ("causal", lambda a: a.update(config="d64", causal=not fa4gen_mask("d64")), ValueError),
+        ("head dim", lambda a: a.update(config="d512", causal=fa4gen_mask("d512")), ValueError),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(argument: str, change: Any, kind: type[Exception]) -> None:
+    q, k, v = problem(group=2, kv_heads=2)
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "out": np.full(q.shape, 7, BF16)}
+    out = arrays["out"]
+    change(arrays)
+    with pytest.raises(kind) as refused:
+        fa4gen.attention(**arrays)
+    assert argument in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert (out == 7).all()
+
+
+def test_a_plan_touches_no_memory_of_its_arrays() -> None:
+    """A cache of 4 TB, planned on a machine that has not so much."""
+    shape = (1, 1 << 32, 4, 128)
+    array = api.View(0, shape, (1 << 41, 512, 128, 1), "bfloat16", 0).stand_in()
+    assert array.shape == shape
+    assert array.strides == (1 << 42, 1024, 256, 2)
+
+
+def test_dlpack_is_read_as_it_is() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)[1:, ::2]
+    seen = api.view("q", array)
+    assert (seen.shape, seen.strides, seen.dtype, seen.device) == ((3, 3), (6, 2), "float32", -1)
+    assert seen.pointer == array.ctypes.data
+
+
+def test_importing_the_package_loads_no_kernel_machinery() -> None:
+    loaded = "import fa4gen, sys; print(*[name for name in ('numpy', 'jinja2', 'pydantic', 'cuda') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout.split() == []
+
+
+# --- with a GPU and torch ------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(*arrays: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    return [torch.from_numpy(array.astype(np.float32)).cuda().to(torch.bfloat16) for array in arrays]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", api.DEPTHS)
+@pytest.mark.parametrize(("q_len", "group", "keys"), [(1, 8, 1), (1, 8, 4097), (4, 6, 700), (17, 1, 300)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"num_splits": 5}, {"split_size": 256, "causal": True}], ids=str)
+def test_gpu_against_float64(depth: int, q_len: int, group: int, keys: int, options: dict[str, Any]) -> None:
+    q, k, v = problem(3, q_len, keys, group, 2, depth)
+    out, lse = fa4gen.attention(*on_gpu(q, k, v), return_lse=True, **options)
+    close(out.float().cpu(), lse.cpu(), reference.attention(q, k, v, scale=depth**-0.5, causal=options.get("causal", False)))
+
+
+@pytest.mark.gpu
+def test_gpu_graph_replays_give_the_same_bits() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = on_gpu(*problem(2, 1, 5000, 8, 2, 128))
+    eager = fa4gen.attention(q, k, v, num_splits=8)
+    out = torch.zeros_like(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fa4gen.attention(q, k, v, num_splits=8, out=out)
+        fa4gen.attention(q, k, v, num_splits=40, out=torch.empty_like(q))
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager)
+    assert torch.equal(fa4gen.attention(q, k, v, num_splits=8), eager)
+
+
+@pytest.mark.gpu
+def test_gpu_streams_have_workspaces_of_their_own() -> None:
+    torch = pytest.importorskip("torch")
+    inputs = [on_gpu(*problem(2, 1, keys, 8, 2, 256)) for keys in (5000, 6001)]
+    expected = [fa4gen.attention(*arrays, num_splits=20) for arrays in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    results: list[list[Any]] = [[], []]
+    for _ in range(20):
+        for stream, arrays, kept in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(fa4gen.attention(*arrays, num_splits=20))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for kept, want in zip(results, expected, strict=True) for out in kept)
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_host_arrays_beside_device_ones() -> None:
+    q, k, v = on_gpu(*problem())
+    with pytest.raises(ValueError, match="k is on the host"):
+        fa4gen.attention(q, k.cpu(), v)
+
+
+@pytest.mark.gpu
+def test_gpu_torch_op_passes_torchs_own_checks() -> None:
+    torch = pytest.importorskip("torch")
+    import fa4gen.torch_op
+
+    q, k, v = on_gpu(*problem(2, 1, 300, 8, 2, 128))
+    out, lse = torch.ops.fa4gen.attention(q, k, v, num_splits=3)
+    expected = fa4gen.attention(q, k, v, num_splits=3, return_lse=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    torch.library.opcheck(torch.ops.fa4gen.attention.default, (q, k, v), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_op_says_that_it_needs_torch() -> None:
+    if "torch" in sys.modules or __import__("importlib.util").util.find_spec("torch"):
+        pytest.skip("torch is installed")
+    with pytest.raises(ImportError, match="needs torch"):
+        import fa4gen.torch_op  # noqa: F401
