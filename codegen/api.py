@@ -322,8 +322,7 @@ def plan_launch(arrays: Mapping[str, View], stand_ins: Mapping[str, np.ndarray],
     extras: dict[str, Any] = {_EXTRAS[name]: array for name, array in stand_ins.items() if name in _EXTRAS}
     if options.max_seqlen_q is not None:
         extras["max_q_len"] = options.max_seqlen_q
-    if arch == "sm_90a":
-        extras["workspace"] = Workspace()
+    extras["workspace"] = Workspace()
     launch = attention_launch(
         config,
         geo,

@@ -53,7 +53,7 @@ def test_wheel_is_the_package_and_its_metadata(wheel_names: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
     assert tops == {"fa4gen", f"fa4gen-{fa4gen.__version__}.dist-info"}
     folders = {name.split("/")[1] for name in wheel_names if name.startswith("fa4gen/")}
-    assert folders == {"__init__.py", "cli.py", "codegen", "templates", "configs"}
+    assert folders == {"__init__.py", "cli.py", "torch_op.py", "codegen", "templates", "configs"}
 
 
 def test_wheel_has_code_and_data(wheel_names: set[str]) -> None:
