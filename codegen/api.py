@@ -111,7 +111,8 @@ def view(name: str, array: Any) -> View:
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name} is a {type(array).__name__}; expected an array with DLPack, such as a torch tensor")
     # -1: the producer need not wait, the launch goes into the caller's stream.
-    on_gpu = int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
+    kind, index = array.__dlpack_device__()
+    on_gpu = int(kind) == _DLPACK_CUDA
     capsule = array.__dlpack__(stream=-1) if on_gpu else array.__dlpack__()
     tensor = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
     known = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
@@ -120,7 +121,7 @@ def view(name: str, array: Any) -> View:
     shape = tuple(tensor.shape[: tensor.ndim])
     dense = (math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     strides = tuple(tensor.strides[: tensor.ndim] if tensor.strides else dense)
-    return View((tensor.data or 0) + tensor.byte_offset, shape, strides, known, tensor.device_id if on_gpu else -1)
+    return View((tensor.data or 0) + tensor.byte_offset, shape, strides, known, int(index) if on_gpu else -1)
 
 
 # --- which config --------------------------------------------------------------------------------------------------------------
