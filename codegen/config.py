@@ -204,7 +204,7 @@ class Config(BaseModel):
     rescale: Literal["eager", "lazy", "exact"] = Field(
         "lazy",
         description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum; exact: "
-        "lazy, by whole powers of two, so that no bit of a row depends on when the other rows of its tile ask for it",
+        "lazy for each row by itself, so that no bit of a row depends on when the other rows of its tile ask for it",
     )
     kv_layout: Literal["contiguous", "paged"] = Field(
         "contiguous", description="paged: K and V are pages of page_size keys, which a block table on the device lists for each sequence"
