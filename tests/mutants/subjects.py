@@ -250,15 +250,22 @@ def subjects() -> tuple[Subject, ...]:
             "sm_90a",
             {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
             {"keys": 640, "partition_keys": 64, "ctas": 2},
-            {"keys": 320, "partition_keys": 64, "ctas": 2, "clusters": False},
+            {"keys": 512, "partition_keys": 64, "ctas": 2, "clusters": False},
             without="^ring one slot|^parity kept",
         ),
         _attention(
             "d512",
             "sm_90a",
             {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
-            {"keys": 300, "partition_keys": 128, "ctas": 2},
-            {"keys": 300, "partition_keys": 128, "ctas": 2, "clusters": False},
+            {"keys": 300, "partition_keys": 64, "ctas": 2},
+            {"keys": 300, "partition_keys": 64, "ctas": 2, "clusters": False},
+        ),
+        # Key-split: rings of each part that wrap, two items in one CTA; then partitions and their merge.
+        _attention(
+            "d128",
+            "sm_90a",
+            {"keys": 1100, "batch": 3, "ctas": 1, "group": 32},
+            {"keys": 700, "partition_keys": 64, "ctas": 2, "batch": 2},
         ),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
         # K and V of d64 take turns in an even ring: V never has its last slot.

