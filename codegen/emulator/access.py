@@ -113,14 +113,14 @@ def check_shared(
     limits = clock.limits
     of_writes: Int64 | None = None
     if proxy:
-        of_writes = clock.lower(hz.SHARED_PROXY, w.cta.cluster.floor)
+        # Reads are fenced like writes: an asynchronous write can overtake an ordinary read that it merely follows.
+        limits = clock.lower(hz.SHARED_PROXY, w.cta.cluster.floor)
     elif inits:
         of_writes = np.maximum(limits, clock.table[hz.INITS])
     parts, last = shadow.conflicts(index, limits, write, strong, of_writes)
     if parts:
-        for bad, before, wrote in parts:
-            # Only earlier writes have to be fenced: a read leaves nothing to be made visible.
-            plane = hz.SHARED_PROXY if proxy and wrote else hz.ORDER
+        plane = hz.SHARED_PROXY if proxy else hz.ORDER
+        for bad, before in parts:
             _settle_shared(w, code, owner, shadow.shift, index, bad, before, epochs, "write" if write else "read", who, plane)
     if write:
         shadow.note_write(index, epochs, strong)
@@ -217,7 +217,7 @@ def report_conflict(
     elif kind == "proxy_fence":
         missing = f"fence.proxy.async after PTX line {other.line}, before the barrier or arrival that lets {by} go on"
         message = (
-            f"{verb} of {place} by {by} lane {lane} (PTX line {code.line}) through the asynchronous proxy: the write "
+            f"{verb} of {place} by {by} lane {lane} (PTX line {code.line}) through the asynchronous proxy: the earlier access "
             f"by {other.warp} lane {other.lane} (PTX line {other.line}) has not been fenced for it"
         )
     else:

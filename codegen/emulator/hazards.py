@@ -271,23 +271,23 @@ class Shadow:
 
     def conflicts(
         self, index: Any, limits: Int64, write: bool, strong: bool, write_limits: Int64 | None = None
-    ) -> tuple[list[tuple[NDArray[np.bool_], Int64, bool]], Int64]:
-        """([(granules with an earlier access that the limits do not cover, that access, whether it wrote)], each granule's last write).
+    ) -> tuple[list[tuple[NDArray[np.bool_], Int64]], Int64]:
+        """([(granules with an earlier access that the limits do not cover, that access)], each granule's last write).
 
         One item a kind of earlier access. write_limits: limits for the earlier writes where they have to be ordered by more than reads.
         """
-        parts: list[tuple[NDArray[np.bool_], Int64, bool]] = []
+        parts: list[tuple[NDArray[np.bool_], Int64]] = []
         of_writes = limits if write_limits is None else write_limits
         last: Int64 = self.write[index]
         bad = last > of_writes[last & _ACTOR]
         if bad.any():
-            parts.append((bad, last, True))
+            parts.append((bad, last))
         if self.strong is not None:
             atomic = self.strong[index]
             if not strong:
                 late = atomic > of_writes[atomic & _ACTOR]
                 if late.any():
-                    parts.append((late, atomic, True))
+                    parts.append((late, atomic))
             last = np.maximum(last, atomic)
         if write:
             reads = self.read[index]
@@ -296,7 +296,7 @@ class Shadow:
                 unordered &= (reads & STRONG) == 0
             if unordered.any():
                 columns = np.flatnonzero(unordered.reshape(-1, unordered.shape[-1]).any(axis=0))
-                parts += [(unordered[..., c], reads[..., c], False) for c in columns.tolist()]
+                parts += [(unordered[..., c], reads[..., c]) for c in columns.tolist()]
         return parts, last
 
     def note_write(self, index: Any, epochs: Any, strong: bool) -> None:
@@ -352,7 +352,7 @@ class GlobalPage:
     ) -> list[tuple[NDArray[np.bool_], Int64, Any]]:
         """[(granules with an unordered earlier access, those accesses, their CTAs)], one item a kind of earlier access.
 
-        floor: given for an access through the asynchronous proxy, which earlier writes have to be fenced for (Clock.lower).
+        floor: given for an access through the asynchronous proxy, which earlier accesses have to be fenced for (Clock.lower).
         """
         result = []
         for name in ("write",) if strong else ("write", "strong"):
@@ -369,7 +369,7 @@ class GlobalPage:
             epochs = reads[0][index]
             if epochs.any():
                 ctas = reads[1][index]
-                late = unordered(epochs, ctas, clock, cta)
+                late = unordered(epochs, ctas, clock, cta, floor)
                 if strong:
                     late &= (epochs & STRONG) == 0
                 columns = np.flatnonzero(late.reshape(-1, late.shape[-1]).any(axis=0))

@@ -251,7 +251,7 @@ def _check_free(w: Warp, code: Code, memory: TensorMemory, first: int, columns: 
     ordered = w.clock.table[hz.TENSOR].copy()
     ordered[[a for a in own_actors(w) if a < len(ordered)]] = hz.EVER
     parts, _ = shadow.conflicts(index, np.minimum(limits, ordered), True, False)
-    for bad, before, _ in parts:
+    for bad, before in parts:
         settle_tmem(w, code, index, bad, before, np.int64(0), "deallocation", w.name)
 
 
@@ -356,7 +356,7 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
     shadow = tensor_memory(w.cta).shadow
     assert shadow is not None
     parts, last = shadow.conflicts(index, tensor_limits(w, tmem_ops(w).own), write, False)
-    for bad, before, _ in parts:
+    for bad, before in parts:
         settle_tmem(w, code, index.reshape(-1), bad, before, epochs, "write" if write else "read", who)
     if write:
         shadow.write[index] = epochs

@@ -378,7 +378,8 @@ PARTS = {
     "empty": "mbarrier.try_wait.parity.shared.b64 %p4, [%r7+16], %r6; @!%p4 bra PW;",
     "full": "mbarrier.try_wait.parity.shared.b64 %p4, [%r7], %r5; @!%p4 bra CW;",
     "read": "ld.shared.v2.u32 {%r13, %r14}, [%r8];",
-    "release": "bar.warp.sync -1; setp.eq.u32 %p6, %lane, 0; @%p6 mbarrier.arrive.shared.b64 _, [%r7+16];",
+    # Ordinary reads, which the refill could overtake without the proxy fence.
+    "release": "fence.proxy.async.shared::cta; bar.warp.sync -1; setp.eq.u32 %p6, %lane, 0; @%p6 mbarrier.arrive.shared.b64 _, [%r7+16];",
 }
 
 
@@ -417,3 +418,10 @@ def test_broken_ring_is_found_under_every_seed(changes):
     for seed in range(20):
         found, _, _ = run_ring(seed, **changes)
         assert found & {"race", "deadlock"}, seed
+
+
+@pytest.mark.parametrize("fence", ["", "fence.acq_rel.cta;", "fence.proxy.async.global;"])
+def test_a_ring_whose_reads_are_not_fenced_for_the_refill(fence):
+    for seed in range(20):
+        found, _, _ = run_ring(seed, release=PARTS["release"].replace("fence.proxy.async.shared::cta;", fence))
+        assert found == {"proxy_fence"}, seed

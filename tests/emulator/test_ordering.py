@@ -87,7 +87,7 @@ def test_without_the_barrier_it_is_a_race(assemble):
         assert "race" in kinds(store_out(assemble, "fence.proxy.async;", ""), [np.zeros(64, np.uint32)], seed=seed)
 
 
-def test_a_load_over_ordinary_writes_needs_the_fence_and_its_reader_none(assemble, line_of):
+def test_a_load_over_ordinary_accesses_needs_the_fence_and_its_reader_none(assemble, line_of):
     body = (
         FENCED.format(count=1)
         + """
@@ -101,8 +101,12 @@ def test_a_load_over_ordinary_writes_needs_the_fence_and_its_reader_none(assembl
     write = "shl.b32 %r1, %tid, 2; add.u32 %r2, %r20, %r1; st.shared.u32 [%r2], %tid;"
     unfenced = assemble(body.format(write=write, fence=""), "x", shared=SHARED)
     check(unfenced, line_of(unfenced, "LOAD"), "proxy_fence", [x])
-    read = write + "fence.proxy.async; ld.shared.u32 %r3, [%r2];"
-    for clean in ((write, "fence.proxy.async;"), ("", ""), (read, "")):
+    # A read is fenced like a write, however it is itself ordered with what wrote before.
+    read = write + "fence.proxy.async; ld.shared.u32 %r3, [%r2]; // READ"
+    overtaken = assemble(body.format(write=read, fence=""), "x", shared=SHARED)
+    check(overtaken, line_of(overtaken, "LOAD"), "proxy_fence", [x])
+    assert launch(overtaken, [x]).hazards[0].other.line == line_of(overtaken, "READ")
+    for clean in ((write, "fence.proxy.async;"), ("", ""), (read + "\n", "fence.proxy.async;")):
         program = assemble(body.format(write=clean[0], fence=clean[1]), "x", shared=SHARED)
         for seed in SEEDS:
             assert not kinds(program, [x], seed=seed), clean

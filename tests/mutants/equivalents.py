@@ -46,10 +46,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "attention", "^fence.proxy.async after the barrier", r"fence\.proxy\.async[^;]*;(?:(?!mbarrier\.arrive)[\s\S])*?bar\.sync",
         "the threads that issue the MMAs or copies execute the fence themselves, after the barrier", before=0,
     ),
-    Equivalent(
-        "sm_90a-attention", "^fence.proxy.async after the barrier", r"fence\.proxy\.async[^;]*;\s+// end inline asm\s+bar\.warp\.sync",
-        "the lane that arrives executes the fence itself, after the warp has met", before=0,
-    ),
     Equivalent("sm_100a-attention", "^mbarrier wait (dropped|weakened)", "", f"softmax's wait for read factors: {_COMMIT}", numbers=(1,)),
     Equivalent("sm_100a-attention", "^mbarrier wait (dropped|weakened)", "", f"correct waits for P.V: {_COMMIT}", numbers=(4,)),
     Equivalent("sm_100a-attention", "^mbarrier arrive weakened", "", f"correct's signal that factors are read: {_COMMIT}", numbers=(3,)),
@@ -70,20 +66,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "sm_100a", "^tcgen05.fence::after", r"fence::after[^;]*;[\s\S]{0,300}tcgen05\.dealloc",
         "what follows is a deallocation, which is no asynchronous operation", before=0,
     ),
+    Equivalent(
+        "d128-sm_90a-attention", "^(bar.warp.sync|fence.proxy.async) (dropped|weakened)", "",
+        "the release of Q: that of the last V slot, just before, orders the same reads of Q and fences them", numbers=(2,),
+    ),
 )  # fmt: skip
-
-
-
-
-_UNSEEN = "executed by the launches of the catalogue, and not found under 20 seeds"
-_READ = "an ordinary read, then an asynchronous write over it: proxy_fence asks for a fence after writes only"
-
-NOT_FOUND: dict[tuple[str, str, int], str] = {
-    ("d512-sm_90a-attention", "fence.proxy.async dropped", 6): _READ,
-    ("d128-sm_90a-attention", "fence.proxy.async dropped", 0): _READ,
-    ("d128-sm_90a-attention", "bar.warp.sync dropped", 2): _UNSEEN,
-}
-"""Mutants that are bugs and that the catalogue does not show: (kernel, rule, site), and what is known of it."""
 
 
 def equivalent(mutant: Mutant) -> str | None:

@@ -1,4 +1,4 @@
-"""Every mutant is found, as what it is; what is not found is listed with the reason and stays clean."""
+"""Every mutant is found, as what it is; those that are no bugs are listed with the reason and stay clean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from fa4gen.codegen.emulator import Program
 
-from .equivalents import NOT_FOUND, equivalent
+from .equivalents import equivalent
 from .subjects import Mutant, Subject, execute, subjects
 
 SEEDS = 20
@@ -51,9 +51,6 @@ def test_mutants_are_found(subject):
         if equivalent(mutant) is not None:
             assert not mutant.run(0), f"{mutant.name} is listed as equivalent"
             continue
-        if (subject.name, mutant.rule, mutant.number) in NOT_FOUND:
-            assert not mutant.run(0), f"{mutant.name} is found: take it off the list"
-            continue
         count += 1
         wanted = set(mutant.kinds)
         if mutant.run(0) & wanted:
@@ -64,12 +61,6 @@ def test_mutants_are_found(subject):
             missed.append((mutant.name, mutant.edit.line + 1, sorted(mutant.run(0)), mutant.kinds))
     assert not missed
     assert len(late) <= max(1, count // 20), late
-
-
-def test_few_mutants_are_not_found():
-    mutants = [mutant for subject in subjects() for mutant in selected(subject)]
-    bugs = [mutant for mutant in mutants if equivalent(mutant) is None]
-    assert len(NOT_FOUND) <= 0.05 * len(bugs)
 
 
 def test_the_catalogue_covers_what_it_claims():
