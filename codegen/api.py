@@ -27,14 +27,16 @@ from .config import Config, ConfigError, load_config, parse_config
 from .emulator import TensorMap, Uninitialized
 from .geometry import derive
 from .render import render
+from .units import DTYPES
 
 if TYPE_CHECKING:
     from .driver import Device
 
+# What an array may be; which of these a kernel takes is checked by argument.
 _DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    **DTYPES,
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
-    **{name: np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")},
+    **{name: np.dtype(name) for name in ("float64", "int8", "uint8", "int16", "int32", "int64")},
 }
 _DLPACK_DTYPES = {
     (0, 32): "int32",
@@ -515,7 +517,7 @@ def attention(
 
     config: a Config, or its name or file; default: generated from what the call asks.
     block_table: [batch, pages] int32, pages of each sequence. seqused_k: [batch] int32, keys of each sequence. Both are read on the device:
-    what they hold is not checked, and an entry of block_table past a sequence's end is not read.
+    what they hold is not checked, an entry of block_table past a sequence's end is not read, and a length beyond the keys counts as all.
     cu_seqlens_q: [batch + 1] int32, first query of each sequence and the end; max_seqlen_q: the most queries of a sequence.
     causal: query i of n sees keys <= keys - n + i. window: and only the last `window` of them. softcap: s = softcap tanh(s / softcap).
     sinks: [q_heads] float32, a logit of each head that takes part in the softmax without a value. scale: default 1 / sqrt(d).

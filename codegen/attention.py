@@ -15,6 +15,7 @@ from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
 from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, derive, entry_configs, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
+from .units import DTYPES
 
 if TYPE_CHECKING:
     from .backends import Argument
@@ -35,11 +36,6 @@ CLUSTERS_MIN_PARTITIONS = 16
 CLUSTERS_MIN_BYTES = 256 << 10
 # More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
 AUTO_PARTITIONS = 32
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
 
 
 @dataclass(frozen=True)
@@ -293,7 +289,8 @@ def attention_launch(
     The rest goes with the config's features, each array C-contiguous int32 or float32 and given exactly where its feature is on:
     block_table: [batch, table_pages]; k, v are then pages, [pages, page_size, kv_heads, depth] in any order of strides (paged).
     max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged).
-    page_places: as block_table, ascending: place of each listed page in its sequence (page_list). key_lengths: [batch] (key_lengths).
+    page_places: as block_table, ascending: place of each listed page in its sequence (page_list). key_lengths: [batch], what
+    lies outside 0 to `keys` counts as the nearer of the two (key_lengths).
     query_starts: [batch + 1]; q and out are then [total_q, q_heads, depth], lse is [q_heads, total_q], and max_q_len the most queries of a
     sequence (ragged_queries). sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: [kv_heads] (kv_dtype).
     scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
@@ -305,14 +302,6 @@ def attention_launch(
     """
     if partition_keys is None and config.split is not None:
         partition_keys = fixed_keys(config.split) or "auto"
-    if geo.arch == "sm_100a":
-        from . import attention_sm100
-
-        ctas = attention_sm100.B200_SMS if ctas is None else ctas
-        return attention_sm100.attention_launch(
-            config, geo, q, k, v, out, lse, scale=scale, ctas=ctas, partition_keys=partition_keys, workspace=workspace
-        )
-    ctas = H200_SMS if ctas is None else ctas
     given = {
         "block_table": block_table,
         "page_places": page_places,
@@ -323,6 +312,14 @@ def attention_launch(
         "v_scale": v_scale,
     }
     extents, scale = check_features(config, q, k, v, out, lse, scale, given, max_q_len=max_q_len, max_keys=max_keys)
+    if geo.arch == "sm_100a":
+        from . import attention_sm100
+
+        ctas = attention_sm100.B200_SMS if ctas is None else ctas
+        return attention_sm100.attention_launch(
+            config, geo, q, k, v, out, lse, extents, scale, ctas=ctas, partition_keys=partition_keys, workspace=workspace
+        )
+    ctas = H200_SMS if ctas is None else ctas
     batch, q_len, keys, kv_heads, group = extents
     entry = entry_config(config, geo.arch, q_len, group)
     geo = _sm90(geo if entry == config else derive(entry, geo.arch))
@@ -351,8 +348,8 @@ def attention_launch(
     )
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
-        _key_map(geo, k, config.page_size),
-        _key_map(geo, v, config.page_size),
+        key_map(k, geo.box_chunks, geo.box_keys),
+        key_map(v, geo.box_chunks, geo.box_keys),
         query_map(
             out,
             kv_heads,
@@ -373,14 +370,6 @@ def attention_launch(
         *feature_values(config, given),
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster)
-
-
-def check_arrays(
-    config: Config, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, scale: float | None
-) -> tuple[int, float]:
-    """The group size and the softmax scale of arrays without features. Raises ValueError where one does not fit."""
-    extents, scale = check_features(config, q, k, v, out, lse, scale, {})
-    return extents.group, scale
 
 
 class Extents(NamedTuple):
@@ -415,7 +404,7 @@ def check_features(
         if (array is not None) != (name in wanted):
             raise ValueError(f"{name} is {'missing: the config asks for it' if name in wanted else 'given, but no feature of the config'}")
     _check_extras(config, max_q_len, max_keys)
-    dtype, out_dtype = _DTYPES[config.dtype], _DTYPES[config.out_dtype]
+    dtype, out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
     kv_dtype = dtype if config.kv_dtype is None else np.dtype(ml_dtypes.float8_e4m3fn)
     query_rank = 3 if config.ragged_queries else 4
     for name, array, rank, kind in (("q", q, query_rank, dtype), ("out", out, query_rank, out_dtype)):
@@ -520,24 +509,23 @@ def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swi
     )
 
 
-def _key_map(geo: Sm90Geometry, array: np.ndarray, page_size: int | None) -> TensorMap:
-    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]: one copy brings several swizzled chunks.
+def key_map(array: np.ndarray, chunks: int, keys: int) -> TensorMap:
+    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]; a copy brings `keys` rows of swizzled chunks.
 
-    Pages take the place of sequences. Pages smaller than a key tile land in a row of a chunk each.
+    Pages take the place of sequences.
     """
-    batch, keys, kv_heads, depth = array.shape
+    batch, extent, kv_heads, depth = array.shape
     columns = SWIZZLE_BYTES // array.itemsize
-    small_pages = page_size is not None and page_size < geo.block_keys
     base, offset = _memory(array)
-    shape = (batch, kv_heads, depth // columns, keys, columns)
+    shape = (batch, kv_heads, depth // columns, extent, columns)
     per_batch, per_key, per_head, per_column = array.strides
     strides = (per_batch, per_head, columns * per_column, per_key)
     return TensorMap(
         base,
-        box=(1, 1, 1 if small_pages else geo.slot_chunks, page_size if small_pages and page_size else geo.block_keys, columns),
+        box=(1, 1, chunks, keys, columns),
         shape=shape,
         # numpy leaves the stride of an axis of one element open; a copy never steps along it.
-        strides=tuple(TMA_STRIDE_BYTES if extent == 1 else step for step, extent in zip(strides, shape[:-1], strict=True)),
+        strides=tuple(TMA_STRIDE_BYTES if count == 1 else step for step, count in zip(strides, shape[:-1], strict=True)),
         swizzle=SWIZZLE_BYTES,
         offset_bytes=offset,
     )

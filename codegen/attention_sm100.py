@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import Workspace, check_arrays, problem_arguments, query_map, tiling
+from .attention import Extents, Workspace, key_map, problem_arguments, query_map, tiling
 from .backends import Launch
 from .config import Config
-from .emulator import TensorMap, Uninitialized
+from .emulator import Uninitialized
 from .geometry import SUB_TILE_DEPTH, Geometry, symbol
 from .geometry_sm100 import SWIZZLE_BYTES, Sm100Geometry
 
@@ -74,24 +74,21 @@ def attention_launch(
     v: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    extents: Extents,
+    scale: float,
     *,
-    scale: float | None = None,
-    ctas: int = B200_SMS,
-    partition_keys: int | Literal["auto"] | None = None,
-    workspace: Workspace | None = None,
+    ctas: int,
+    partition_keys: int | Literal["auto"] | None,
+    workspace: Workspace | None,
 ) -> Launch:
     """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
-    q, k, v, out, lse, scale: as attention.attention_launch takes them. ctas: CTAs that run at once, which "auto" fills.
-    partition_keys: keys of a partition, a multiple of the key tile; "auto": so that `ctas` CTAs have work (a sequence's bits then depend
-    on what else is in the batch); None: all keys in one partition. workspace: of the stream that the launch will run in; a new one unless
-    given.
-    Raises ValueError where an array does not fit.
+    As attention.attention_launch describes them: arrays that it has checked, their extents, and the softmax scale. ctas: CTAs that run at
+    once, which "auto" fills. partition_keys: a multiple of the key tile, "auto", or None: all keys in one partition.
+    Raises ValueError where partition_keys does not fit.
     """
     geo = _sm100(geo)
-    group, scale = check_arrays(config, q, k, v, out, lse, scale)
-    batch, q_len = q.shape[:2]
-    keys, kv_heads = k.shape[1:3]
+    batch, q_len, keys, kv_heads, group = extents
     tiles = tiling(geo.tile_rows, q_len, group)
     items = batch * kv_heads * tiles.q_tiles
     key_tiles = -(-keys // geo.block_keys)
@@ -108,8 +105,8 @@ def attention_launch(
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(parts * geo.rows * geo.depth, parts * geo.rows, items)
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SUB_TILE_DEPTH, SWIZZLE_BYTES),
-        _key_map(k, (1, 1, 1, geo.block_keys, SUB_TILE_DEPTH)),
-        _key_map(v, (1, 1, geo.v_box_chunks, geo.v_box_keys, SUB_TILE_DEPTH)),
+        key_map(k, 1, geo.block_keys),
+        key_map(v, geo.v_box_chunks, geo.v_box_keys),
         query_map(out, kv_heads, tiles, geo.out_chunk_cols, geo.out_swizzle),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
@@ -128,12 +125,3 @@ def _sm100(geo: Geometry) -> Sm100Geometry:
     if not isinstance(geo, Sm100Geometry):
         raise ValueError(f"this is the sm_100a kernel; the geometry is for {geo.arch}")
     return geo
-
-
-def _key_map(array: np.ndarray, box: tuple[int, ...]) -> TensorMap:
-    """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]: a copy brings whole swizzled chunks."""
-    batch, keys, kv_heads, depth = array.shape
-    per_batch, per_key, per_head, per_column = array.strides
-    shape = (batch, kv_heads, depth // SUB_TILE_DEPTH, keys, SUB_TILE_DEPTH)
-    strides = (per_batch, per_head, SUB_TILE_DEPTH * per_column, per_key)
-    return TensorMap(array, box=box, shape=shape, strides=strides, swizzle=SWIZZLE_BYTES)

@@ -50,6 +50,7 @@ class Sm90Geometry(Geometry):
     consumer_registers, producer_registers: setmaxnreg budgets, 0 where the launch's own are kept
     slots_per_ring: ring_slots / warpgroups
     slot_chunks: chunks of 64 depth columns in a slot; tile_slots: slots of one K tile, and of one V tile
+    box_chunks, box_keys: of one copy of K or V: a whole slot, or, where pages are smaller than a key tile, a page's rows of one chunk
     k_steps: wgmma along 64 keys or 64 depth columns (64 / 16)
     k_step_units, v_step_units, chunk_units, q_chunk_units: steps of a matrix descriptor, in its units of 16 bytes: 16 elements along a
         K-major row, 16 keys down an MN-major chunk, a chunk of a slot, a chunk of Q
@@ -75,6 +76,8 @@ class Sm90Geometry(Geometry):
     producer_registers: int
     slots_per_ring: int
     slot_chunks: int
+    box_chunks: int
+    box_keys: int
     tile_slots: int
     k_steps: int
     k_step_units: int
@@ -105,6 +108,21 @@ class Sm90Geometry(Geometry):
     piece_blocks: int
     piece_bytes: int
     smem_map: tuple[Region, ...]
+
+    @property
+    def tile_pages(self) -> int:
+        """Pages of a key tile that are copied one by one; 1 where a copy brings the whole tile."""
+        return self.block_keys // self.box_keys
+
+    @property
+    def page_lookups(self) -> int:
+        """Pages of a key tile that a lane of the ring's producer looks up."""
+        return -(-self.tile_pages // WARP_THREADS)
+
+    @property
+    def copy_turns(self) -> int:
+        """Copies of a slot that a lane of the ring's producer issues, where they are more than one."""
+        return -(-self.slot_chunks * self.tile_pages // WARP_THREADS)
 
     def offset(self, name: str) -> int:
         """Offset in bytes of a region of `smem_map`. Raises KeyError."""
@@ -165,6 +183,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     slot_chunks = slot_depth * OPERAND_BYTES // SWIZZLE_BYTES
     chunk_bytes = MMA_M * SWIZZLE_BYTES
     slot_bytes = slot_chunks * chunk_bytes
+    box_keys = min(config.page_size or MMA_M, MMA_M)
+    small_pages = box_keys < MMA_M
 
     lane_rows = tile_rows // 4
     q_chunk_bytes = tile_rows * SWIZZLE_BYTES
@@ -245,6 +265,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         producer_registers=producer_registers,
         slots_per_ring=ring_slots // warpgroups,
         slot_chunks=slot_chunks,
+        box_chunks=1 if small_pages else slot_chunks,
+        box_keys=box_keys,
         tile_slots=depth // slot_depth,
         k_steps=MMA_M // MMA_K,
         k_step_units=MMA_K * OPERAND_BYTES // DESCRIPTOR_UNIT_BYTES,
@@ -353,6 +375,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         producer_registers=producer_registers,
         slots_per_ring=ring_slots // m_pack,
         slot_chunks=slot_chunks,
+        box_chunks=slot_chunks,
+        box_keys=MMA_M,
         tile_slots=1,
         k_steps=MMA_M // MMA_K,
         k_step_units=0,

@@ -178,6 +178,17 @@ def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages():
     assert alone.lse.tobytes() == many.lse[2:3].tobytes()
 
 
+def test_lengths_that_the_launch_has_no_keys_for_count_as_the_nearest():
+    """More partitions than CTAs take would be waited for by a merge for ever."""
+    c = config(key_lengths=True)
+    honest, wrong = (FeatureProblem(c, [1] * 3, [0, 200, 200], 8) for _ in range(2))
+    wrong.arrays = {"key_lengths": np.array([-5, 1000, 200], np.int32)}
+    for problem in (honest, wrong):
+        run(problem, partition_keys=64)
+    assert wrong.out.tobytes() == honest.out.tobytes()
+    assert wrong.lse.tobytes() == honest.lse.tobytes()
+
+
 def test_an_entry_states_the_arguments_of_its_features():
     c = config(kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
     text = source(c)

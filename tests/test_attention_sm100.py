@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fa4gen.codegen import attention_sm100, compiler, reference, render
-from fa4gen.codegen.attention import Workspace, attention_entry_info, attention_launch
+from fa4gen.codegen.attention import Extents, Workspace, attention_entry_info, attention_launch
 from fa4gen.codegen.backends import BackendError, Compiled, Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, ConfigError, disabled_rules, load_shipped, parse_config
@@ -115,18 +115,36 @@ def test_launch_refuses_what_does_not_fit() -> None:
     bf16 = np.dtype(ml_dtypes.bfloat16)
     q, k = np.zeros((1, 4, 8, 256), bf16), np.zeros((1, 64, 1, 256), bf16)
     lse = np.zeros((1, 8, 4), np.float32)
-    launch = attention_sm100.attention_launch(config, geo, q, k, k, q.copy(), lse)
+    launch = attention_launch(config, geo, q, k, k, q.copy(), lse)
     assert (launch.grid, launch.block, launch.smem_bytes) == ((1, 1, 1), (512, 1, 1), geo.smem_bytes)
     with pytest.raises(ValueError, match="float32"):
-        attention_sm100.attention_launch(config, geo, q.astype(np.float32), k, k, q.copy(), lse)
+        attention_launch(config, geo, q.astype(np.float32), k, k, q.copy(), lse)
     with pytest.raises(ValueError, match="do not fit"):
-        attention_sm100.attention_launch(config, geo, q, k, k[:, :32], q.copy(), lse)
+        attention_launch(config, geo, q, k, k[:, :32], q.copy(), lse)
     with pytest.raises(ValueError, match="lse"):
-        attention_sm100.attention_launch(config, geo, q, k, k, q.copy(), lse[:, :4])
+        attention_launch(config, geo, q, k, k, q.copy(), lse[:, :4])
     with pytest.raises(ValueError, match="finite"):
-        attention_sm100.attention_launch(config, geo, q, k, k, q.copy(), lse, scale=float("nan"))
+        attention_launch(config, geo, q, k, k, q.copy(), lse, scale=float("nan"))
     with pytest.raises(ValueError, match="sm_90a"):
-        attention_sm100.attention_launch(config, derive(config, "sm_90a"), q, k, k, q.copy(), lse)
+        attention_sm100.attention_launch(
+            config, derive(config, "sm_90a"), q, k, k, q.copy(), lse, Extents(1, 4, 64, 1, 8), 1.0, ctas=1, partition_keys=None, workspace=None
+        )
+
+
+def test_arrays_of_features_that_the_kernel_lacks_are_refused() -> None:
+    problem = Problem(load_shipped("d128"), keys=64)
+    for name in ("block_table", "key_lengths", "query_starts"):
+        with pytest.raises(ValueError, match=f"{name} is given, but no feature of the config"):
+            problem.launch(**{name: np.zeros(1, np.int32)})
+
+
+def test_strides_are_taken_as_given() -> None:
+    config = variant("d128")
+    dense, strided = Problem(config, keys=300, kv_heads=2, group=4), Problem(config, keys=300, kv_heads=2, group=4)
+    strided.k, strided.v = (np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in (dense.k, dense.v))
+    for problem in (dense, strided):
+        assert EmulatorBackend().run(Compiled("sm_100a", module(config).ptx), problem.launch()).hazards == []
+    assert strided.out.tobytes() == dense.out.tobytes()
 
 
 def test_entry_arguments_are_those_of_the_kernel() -> None:

@@ -337,8 +337,6 @@ def tmem_map(shape: str, num: int, half_split: int = 0, pack16: bool = False) ->
     return _frozen(lane), _frozen(column)
 
 
-
-
 @lru_cache(maxsize=64)
 def tcgen05_d_layout(m: int, n: int, ws: bool, base_lane: int = 0) -> tuple[Int64, Int64]:
     """Cells of a one-CTA tcgen05.mma accumulator: (lane, column relative to the D column), two int64 [m, n] (9.7.16.10.5).

@@ -993,8 +993,8 @@ __device__ __forceinline__ void softmax(Row& state, const Problem& p, const Item
 
 // What the partitions of a query tile hand over in global memory: each its O, normalised, and the log2 of its LSE.
 struct Workspace {
-    float* o;           // [query_tile][partition][depth / 4][row][4]
-    float* lse;         // [query_tile][partition][row]
+    float* o;                     // [query_tile][partition][depth / 4][row][4]
+    float* lse;                   // [query_tile][partition][row]
     unsigned long long* arrived;  // [query_tile], see arrive_last
     unsigned launch;              // the number of this launch
 };
