@@ -201,7 +201,8 @@ def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
         ("paged", "table_pages", "unsigned", "pages that the table has room for in each sequence"),
         ("page_list", "page_places", "const int*", "[batch][table_pages], ascending: the place of each listed page in its sequence"),
         ("key_lengths", "key_lengths", "const int*", "[batch]: keys of each sequence, 0 to keys"),
-        ("ragged_queries", "query_starts", "const int*", "[batch + 1]: first row of each sequence in Q and O, and their end"),
+        ("ragged_queries", "query_starts", "const int*", "[batch + 1], rising: first row of each sequence in Q and O, and their end"),
+        ("ragged_queries", "total_q", "unsigned", "rows of Q, O and LSE; no query_starts counts beyond it"),
         ("sinks", "sinks", "const float*", "[kv_heads * group]: a logit of each query head, natural logarithm"),
         ("kv_dtype", "k_scale", "const float*", "[kv_heads]: factor of K"),
         ("kv_dtype", "v_scale", "const float*", "[kv_heads]: factor of V"),
@@ -292,7 +293,8 @@ def attention_launch(
     page_places: as block_table, ascending: place of each listed page in its sequence (page_list). key_lengths: [batch], what
     lies outside 0 to `keys` counts as the nearer of the two (key_lengths).
     query_starts: [batch + 1]; q and out are then [total_q, q_heads, depth], lse is [q_heads, total_q], and max_q_len the most queries of a
-    sequence (ragged_queries). sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: [kv_heads] (kv_dtype).
+    sequence (ragged_queries): rows beyond that, and those of no sequence, are left as they are, and a start that falls or lies outside
+    counts as the nearest that does not. sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: [kv_heads] (kv_dtype).
     scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
     on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
@@ -367,7 +369,7 @@ def attention_launch(
         Uninitialized(partial_o),
         Uninitialized(partial_lse),
         arrived,
-        *feature_values(config, given),
+        *feature_values(config, given, q),
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster)
 
@@ -469,13 +471,11 @@ def _check_extras(config: Config, max_q_len: int | None, max_keys: int | None) -
         raise ValueError(f"max_keys is {max_keys}; it goes with kv_layout paged")
 
 
-def feature_values(config: Config, given: Mapping[str, np.ndarray | None]) -> list[Any]:
-    """The arguments of a launch that feature_arguments lists, from the arrays by name."""
+def feature_values(config: Config, given: Mapping[str, np.ndarray | None], q: np.ndarray) -> list[Any]:
+    """The arguments of a launch that feature_arguments lists, from the arrays by name and Q."""
     table = given.get("block_table")
-    values: list[Any] = []
-    for name, _, _ in feature_arguments(config):
-        values.append(np.uint32(table.shape[1] if table is not None else 0) if name == "table_pages" else given[name])
-    return values
+    sizes = {"table_pages": np.uint32(table.shape[1] if table is not None else 0), "total_q": np.uint32(q.shape[0])}
+    return [sizes[name] if name in sizes else given[name] for name, _, _ in feature_arguments(config)]
 
 
 def _lse_rows(geo: Sm90Geometry) -> int:

@@ -148,15 +148,22 @@ def run(problem: FeatureProblem, seed: int = 0, **options: Any) -> FeatureProble
     return problem
 
 
-@pytest.mark.parametrize("use_fma", [True, False])
-def test_verifying_four_tokens_gives_the_bits_of_four_steps(use_fma):
-    c = config(rescale="exact", mask="causal", key_lengths=True, out_dtype="float32", use_fma=use_fma)
-    # Large scores, so that rows outgrow their maxima at different keys; some of the queries are the first to see a key tile.
-    verify = run(FeatureProblem(c, [4], [322], 8), partition_keys=64, scale=1.0)
+# (warpgroups, window, keys, keys of a partition, use_fma). In partitions of several key tiles, rows of one tile outgrow their maxima at
+# different keys; with 66 keys some of the queries are the first to see a second key tile, so to have a second warpgroup.
+@pytest.mark.parametrize(
+    ("warpgroups", "window", "keys", "partition_keys", "use_fma"),
+    [(1, None, 322, None, True), (1, 130, 322, 256, True), (2, None, 66, None, True), (2, 200, 450, 128, True), (2, 64, 322, None, False)],
+)
+def test_verifying_four_tokens_gives_the_bits_of_four_steps(warpgroups, window, keys, partition_keys, use_fma):
+    fields = {"rescale": "exact", "mask": "causal", "key_lengths": True, "out_dtype": "float32"}
+    c = config(**fields, use_fma=use_fma, warpgroups=warpgroups, window=window)
+    options = {"partition_keys": partition_keys, "scale": 1.0}
+    verify = run(FeatureProblem(c, [4], [keys], 8), **options)
+    verify.check(1.0)
     for i in range(4):
-        step = FeatureProblem(c, [1], [322 - 3 + i], 8)
+        step = FeatureProblem(c, [1], [keys - 3 + i], 8)
         step.q, step.k, step.v = verify.q[:, i : i + 1].copy(), verify.k, verify.v
-        run(step, seed=1, partition_keys=64, scale=1.0)
+        run(step, seed=1, **options)
         assert step.out.tobytes() == verify.out[:, i : i + 1].tobytes()
         assert step.lse.tobytes() == verify.lse[:, :, i : i + 1].tobytes()
 
@@ -189,6 +196,44 @@ def test_lengths_that_the_launch_has_no_keys_for_count_as_the_nearest():
     assert wrong.lse.tobytes() == honest.lse.tobytes()
 
 
+# Starts that fall, that lie before or past the queries, and whose last is not their number.
+@pytest.mark.parametrize("starts", [[0, 9, 4, 12], [-7, 3, 5000, 2], [5, 5, 9, 1 << 30], [8, 6, 4, 2]], ids=str)
+def test_query_starts_that_do_not_rise_stay_within_the_arrays(starts):
+    c = config(**RAGGED, mask="causal")
+    problem = FeatureProblem(c, [4, 5, 3], [70, 10, 130], 5)
+    problem.arrays["query_starts"] = np.array(starts, np.int32)
+    problem.arrays["max_q_len"] = 12
+    launch = problem.launch(partition_keys=64, ctas=2)
+    kinds = {hazard.kind for hazard in EmulatorBackend(seed=3).run(compiled(source(c)), launch).hazards}
+    # Sequences that claim one query each write it: what it holds is open, but nothing else happens.
+    assert kinds <= {"race"}
+    # Rows of a sequence that its starts describe well are right, whatever the others say.
+    known = dict(problem.arrays)
+    for b in range(3):
+        first, end = np.clip(starts[b], 0, 12), np.clip(starts[b + 1], 0, 12)
+        taken = [row for other in range(3) if other != b for row in range(max(starts[other], 0), min(starts[other + 1], 12))]
+        if end <= first or set(taken) & set(range(first, end)):
+            continue
+        alone = {"query_starts": np.array([0, end - first]), "key_lengths": known["key_lengths"][b : b + 1]}
+        rows = slice(first, end)
+        expected, lse = reference.attention(problem.q[rows], problem.k[b : b + 1], problem.v[b : b + 1], scale=0.125, causal=True, **alone)
+        assert np.linalg.norm(problem.out[rows] - expected) <= OUT_BOUND[c.dtype] * np.linalg.norm(expected)
+        seen = np.isfinite(lse)
+        assert np.allclose(problem.lse[:, rows][seen], lse[seen], atol=2e-4)
+
+
+def test_rows_past_the_last_sequence_are_left_alone():
+    """A batch that is padded for a captured graph: the arrays have more rows than query_starts names."""
+    c = config(**RAGGED)
+    problem = FeatureProblem(c, [1, 2, 3], [70, 10, 130], 5)
+    problem.arrays["query_starts"] = np.array([0, 1, 3, 3], np.int32)
+    run(problem, partition_keys=64)
+    assert np.isnan(problem.out[3:].astype(np.float32)).all()
+    assert np.isnan(problem.lse[:, 3:]).all()
+    problem.q, problem.out, problem.lse = problem.q[:3], problem.out[:3], problem.lse[:, :3]
+    problem.check()
+
+
 def test_an_entry_states_the_arguments_of_its_features():
     c = config(kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
     text = source(c)
@@ -197,7 +242,7 @@ def test_an_entry_states_the_arguments_of_its_features():
         assert declaration is not None
         names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
         assert names == [argument["name"] for argument in info["arguments"]]
-        assert names[-5:] == ["block_table", "table_pages", "key_lengths", "query_starts", "sinks"]
+        assert names[-6:] == ["block_table", "table_pages", "key_lengths", "query_starts", "total_q", "sinks"]
 
 
 def test_feature_arrays_that_do_not_fit_are_refused():
