@@ -430,6 +430,32 @@ def test_picture_is_to_scale(name: str, arch: str) -> None:
         assert all(left["x"] + left["width"] <= right["x"] + 0.1 for left, right in itertools.pairwise(row))
 
 
+def text_boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
+    """Every label with left, top, right and bottom, by the font sizes of the style and an average width of a character."""
+    sizes = {"h1": 19.0, "h2": 13.5, "dim": 11.0, "in small": 10.0}
+    found = []
+    for label in root.iter(f"{SVG}text"):
+        size = sizes.get(label.attrib.get("class", ""), 12.0)
+        width = len(label.text or "") * 0.52 * size
+        x, y = float(label.attrib["x"]), float(label.attrib["y"])
+        left = x - {"middle": width / 2, "end": width}.get(label.attrib.get("text-anchor", "start"), 0.0)
+        found.append((label.text or "", left, y - 0.7 * size, left + width, y))
+    return found
+
+
+@pytest.mark.parametrize(("name", "arch"), KERNELS)
+def test_labels_of_a_picture_do_not_overlap(name: str, arch: str) -> None:
+    root = ElementTree.fromstring(picture.picture([facts.gather(load_shipped(name), arch)]))
+    boxes = text_boxes(root)
+    assert [text for text, left, _, right, _ in boxes if left < 0 or right > picture.WIDTH] == []
+    over = [
+        (one[0], other[0])
+        for one, other in itertools.combinations(boxes, 2)
+        if one[1] < other[3] and other[1] < one[3] and one[2] < other[4] and other[2] < one[4]
+    ]
+    assert over == []
+
+
 # --- trace ------------------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,7 @@ STYLE = """
   .in { fill: #1d2126; }
   .small { font-size: 10px; }
   .box { stroke: #4a5059; stroke-width: 0.7; }
+  .over { stroke: none; }
   .frame { fill: none; stroke: #8a929c; stroke-width: 1; }
   .free { fill: none; stroke: #8a929c; stroke-width: 1; stroke-dasharray: 4 3; }
   .cut { stroke: #4a5059; stroke-width: 0.7; stroke-dasharray: 2 2; }
@@ -216,7 +217,8 @@ def _smem(sheet: _Sheet, facts: Facts) -> None:
         sheet.rect(x, sheet.y, here, 26, fill=_colour(region.name), tip=_tip(content))
         sheet.fitting(x, sheet.y + 17, here, [f"{region.name} {region.size:,}"], 10)
         x += here
-    sheet.text(left - 8, sheet.y + 17, "magnified", "dim", "end")
+    sheet.text(left - 8, sheet.y + 11, "magnified,", "dim", "end")
+    sheet.text(left - 8, sheet.y + 24, "not to scale", "dim", "end")
     sheet.y += 26
 
 
@@ -254,8 +256,9 @@ def _tmem(sheet: _Sheet, geo: Sm100Geometry) -> None:
         tip += f"Written by {content.writes}, read by {content.reads}, dead after {content.until}."
         sheet.rect(x, top, width, height, fill="s" if is_s else "o", tip=tip)
         over = width / 2 if is_s and not geo.shared_key else 0.0
+        lines = 9 if over else 0  # two lines a cell: what S holds over its whole width, and P below in the columns it takes
         if over:
-            sheet.rect(x, top, over, height, fill="p", tip=f"P of the key tile, over the first {region.size // 2} columns of S")
+            sheet.rect(x, top, over, height, fill="p", cls="over", tip=f"P of the key tile, over the first {region.size // 2} columns of S")
         tiles = 1 if is_s else geo.o_tiles
         for tile in range(1, tiles):
             sheet.line(x + width * tile / tiles, top, x + width * tile / tiles, top + height, "cut")
@@ -265,12 +268,14 @@ def _tmem(sheet: _Sheet, geo: Sm100Geometry) -> None:
                 sheet.line(x, y, x + width, y, "cut")
             middle = y + geo.rows * 1.25 / 2 + 4
             if over:
-                sheet.fitting(x, middle, over, ["then P", "P"], 10)
+                sheet.fitting(x, middle + lines, over, ["then P of these keys", "then P", "P"], 10)
             for tile in range(tiles):
-                band = (width - over) / tiles
-                sheet.fitting(x + over + tile * band, middle, band, _part_labels(geo, is_s, part, tile), 10)
+                band = width / tiles
+                sheet.fitting(x + tile * band, middle - lines, band, _part_labels(geo, is_s, part, tile), 10)
         sheet.text(x, top - 4, f"{region.name}", "h2")
-        sheet.text(x + 24, top - 4, f"columns {region.offset}-{region.end - 1}", "dim")
+        columns = f"{region.offset}-{region.end - 1}"
+        label = f"columns {columns}"
+        sheet.text(x + 24, top - 4, label if 24 + len(label) * CHAR * 11 <= width else columns, "dim")
     sheet.rect(left + geo.tmem_columns * scale, top, (TMEM_COLUMNS - geo.tmem_columns) * scale, height, cls="free")
     for part in range(geo.m_pack):
         y = top + part * geo.rows * 1.25 + geo.rows * 1.25 / 2
@@ -332,26 +337,33 @@ def _roles(sheet: _Sheet, geo: Geometry) -> None:
     note = "a box is a warp, as wide as its threads' registers" + (f"; {total:,} registers of 65,536 in all" if total else "")
     sheet.heading("Roles", note)
     widest = max(max(role.registers for role in table), 1)
-    for role in table:
+    left = MARGIN + 110.0
+
+    def row(role: pipeline.Role) -> tuple[float, str]:
+        """Width of a warp's box, and what stands behind the boxes where a box is too narrow for its figure."""
+        width = 62 * (role.registers or widest) / widest
+        if not role.registers:
+            return width, "registers as launched"
+        return width, "" if role.registers >= 0.6 * widest else f"{role.registers} registers a thread"
+
+    rows = [(role, *row(role)) for role in table]
+    task = max(left + role.warps * (width + 2) + 4 + len(label) * CHAR * 11 for role, width, label in rows) + 24
+    for role, width, label in rows:
         y = sheet.y + 6
-        x = MARGIN + 110.0
+        x = left
         sheet.text(x - 10, y + 14, role.name, "", "end")
         sheet.text(x - 10, y + 27, _warps(role), "dim", "end")
         for _ in range(role.warps):
-            width = 62 * (role.registers or widest) / widest
             colour = "other" if role.idle else "k" if role.name.startswith(("load", "multiply")) else "s"
             sheet.rect(x, y + 3, width, 24, fill=colour, tip=f"{role.name}: {role.registers or 'as launched'} registers a thread")
-            if role.registers and role.registers >= 0.6 * widest:
+            if not label:
                 sheet.fitting(x, y + 19, width, [str(role.registers)], 10)
             x += width + 2
-        if not role.registers:
-            sheet.text(x + 4, y + 19, "registers as launched", "dim")
-        elif role.registers < 0.6 * widest:
-            sheet.text(x + 4, y + 19, f"{role.registers} registers a thread", "dim")
-        text = MARGIN + 110 + 4 * 64 + 34
-        sheet.text(text, y + 13, role.task)
+        if label:
+            sheet.text(x + 4, y + 19, label, "dim")
+        sheet.text(task, y + 13, role.task)
         if not role.idle:
-            sheet.text(text, y + 27, _signals(geo, role.name), "dim")
+            sheet.text(task, y + 27, _signals(geo, role.name), "dim")
         sheet.y = y + 28
 
 
@@ -360,19 +372,36 @@ def _warps(role: pipeline.Role) -> str:
 
 
 def _signals(geo: Geometry, role: str) -> str:
-    """Mbarriers that a role waits for and those it arrives at, slots and buffers by their family."""
+    """Mbarriers that a role waits for and those it arrives at; [*] stands for every index of a family that has more than one."""
     table = pipeline.mbarriers(geo)
+    every = _indices(table)
 
     def families(barriers: Iterable[pipeline.Mbarrier]) -> str:
-        numbered: dict[str, list[str]] = {}
-        for barrier in barriers:
-            family, bracket, rest = barrier.name.partition("[")
-            numbered.setdefault(family, []).append(bracket + rest)
-        return ", ".join(f"{family}{''.join(rest) if len(rest) == 1 else '[*]'}" for family, rest in numbered.items()) or "none"
+        shown = []
+        for family, own in _indices(barriers).items():
+            first = {index[:3] for index in own}  # such as "[0]" of "[0][1]"
+            if len(own) == 1:
+                shown.append(family + own[0])
+            elif own == every[family]:
+                shown.append(f"{family}[*]")
+            elif len(first) == 1 and len(own) == sum(index[:3] in first for index in every[family]):
+                shown.append(f"{family}{first.pop()}[*]")
+            else:
+                shown += [family + index for index in own]
+        return ", ".join(shown) or "none"
 
     waits = families(barrier for barrier in table if role in barrier.waits)
     signals = families(barrier for barrier in table if role in {arrival.role for arrival in barrier.arrivals})
     return f"waits for {waits}; signals {signals}"
+
+
+def _indices(barriers: Iterable[pipeline.Mbarrier]) -> dict[str, list[str]]:
+    """The brackets behind the name of each family of mbarriers, "" for one alone."""
+    found: dict[str, list[str]] = {}
+    for barrier in barriers:
+        family, bracket, rest = barrier.name.partition("[")
+        found.setdefault(family, []).append(bracket + rest)
+    return found
 
 
 # --- unit kernels alone -----------------------------------------------------------------------------------------------
