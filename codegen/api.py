@@ -12,7 +12,7 @@ import math
 import mmap
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,9 +77,16 @@ class View:
         elements = (
             1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)) if 0 not in self.shape else 1
         )
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        memory = np.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags, prot=mmap.PROT_READ), np.uint8).view(dtype)
+        memory = unbacked((elements,), dtype)
         return np.ndarray(self.shape, dtype, memory, 0, tuple(stride * dtype.itemsize for stride in self.strides))
+
+
+def unbacked(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A contiguous array whose memory is never touched, so takes none."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    nbytes = max(1, math.prod(shape)) * np.dtype(dtype).itemsize
+    memory: np.ndarray = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ), np.uint8).view(dtype)
+    return memory[: math.prod(shape)].reshape(shape)
 
 
 class _DLTensor(ctypes.Structure):
@@ -282,8 +289,17 @@ def _swapped(array: View) -> View:
     return View(array.pointer, (a, c, b, d), (s, u, t, w), array.dtype, array.device)
 
 
-def plan_launch(arrays: Mapping[str, View], stand_ins: Mapping[str, np.ndarray], options: Options, arch: str, ctas: int | None) -> Any:
+def plan_launch(
+    arrays: Mapping[str, View],
+    stand_ins: Mapping[str, np.ndarray],
+    options: Options,
+    arch: str,
+    ctas: int | None,
+    allocate: Callable[[tuple[int, ...], Any], np.ndarray] = unbacked,
+) -> Any:
     """(config, launch, argument names) for arrays that passed _check; `stand_ins` are those of the launch, out and lse included.
+
+    allocate: makes the workspace; by default it has no memory, since a plan needs its sizes only.
 
     Raises ValueError or TypeError naming the argument.
     """
@@ -325,7 +341,7 @@ def plan_launch(arrays: Mapping[str, View], stand_ins: Mapping[str, np.ndarray],
     extras: dict[str, Any] = {_EXTRAS[name]: array for name, array in stand_ins.items() if name in _EXTRAS}
     if options.max_seqlen_q is not None:
         extras["max_q_len"] = options.max_seqlen_q
-    extras["workspace"] = Workspace()
+    extras["workspace"] = Workspace(allocate)
     launch = attention_launch(
         config,
         geo,
@@ -470,7 +486,7 @@ def _emulate(named: dict[str, Any], options: Options) -> None:
     arrays = {name: _host_view(name, array) for name, array in named.items()}
     _check(arrays, options)
     arch = options.config.arch[0] if options.config else "sm_90a"
-    config, launch, _ = plan_launch(arrays, named, options, arch, None)
+    config, launch, _ = plan_launch(arrays, named, options, arch, None, np.zeros)
     outcome = EmulatorBackend().run(_compiled(config, arch), launch)
     if outcome.hazards:
         raise BackendError(f"{launch.entry}: {outcome.hazards[0].kind}: {outcome.hazards[0].message}")

@@ -137,7 +137,10 @@ def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
 
 
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
-    """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles."""
+    """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles.
+
+    The exported launcher has this in C (templates/export/attention.c.j2), of the same operations in the same order.
+    """
     tile_bytes = 2 * geo.block_keys * geo.depth * OPERAND_BYTES
     partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
     best = Split(key_tiles, 1)
@@ -150,7 +153,8 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
         clusters = -(-partitions // cluster)
         waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
         # Few CTAs are limited by what each can read, many by what the memory gives.
-        bytes_per_us = 1 / math.hypot(1 / (grid * CTA_BYTES_PER_US), 1 / CHIP_BYTES_PER_US)
+        alone, together = 1 / (grid * CTA_BYTES_PER_US), 1 / CHIP_BYTES_PER_US
+        bytes_per_us = 1 / math.sqrt(alone * alone + together * together)
         us = waves * (grid * tiles * tile_bytes / bytes_per_us + WAVE_US)
         if cluster > 1:
             us += CLUSTER_US + partial_bytes / MERGE_BYTES_PER_US
@@ -499,7 +503,9 @@ def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swi
     # Ragged queries are one long sequence to the copies.
     batch, q_len, q_heads, depth = array.shape if array.ndim == 4 else (1, *array.shape)
     group = q_heads // kv_heads
-    per_position, per_head, _ = array.strides[-3:]
+    # From the extents: a contiguous array may have any stride along an axis of one element.
+    per_head = depth * array.itemsize
+    per_position = q_heads * per_head
     return TensorMap(
         array,
         box=(1, 1, tiles.positions, tiles.heads, columns),
@@ -527,6 +533,8 @@ def key_map(array: np.ndarray, chunks: int, keys: int) -> TensorMap:
         # numpy leaves the stride of an axis of one element open; a copy never steps along it.
         strides=tuple(TMA_STRIDE_BYTES if count == 1 else step for step, count in zip(strides, shape[:-1], strict=True)),
         swizzle=SWIZZLE_BYTES,
+        # The base may be of bytes.
+        dtype=array.dtype,
         offset_bytes=offset,
     )
 

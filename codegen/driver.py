@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import threading
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _CAPTURE_RELAXED = 2
 _DATA_TYPES = {"uint8": 0, "float8_e4m3fn": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+LIBRARY = "libcuda.so.1"
 # A launch writes its pointers into a plan's parameters and takes the next number of a workspace: one at a time.
 LOCK = threading.RLock()
 
@@ -46,7 +47,7 @@ class _LaunchConfig(ctypes.Structure):
 def library() -> Any:
     """libcuda, initialised. Raises RuntimeError where there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise RuntimeError("no CUDA driver on this machine") from error
     pointer, uint64 = ctypes.c_void_p, ctypes.c_uint64
@@ -226,14 +227,34 @@ class Encoded:
         self.address = -(-ctypes.addressof(self._memory) // 64) * 64
 
 
+class MapCodes(NamedTuple):
+    """Numbers of CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion and CUtensorMapFloatOOBfill."""
+
+    data_type: int
+    swizzle: int
+    promotion: int
+    nan_fill: int
+
+
+def map_codes(tensor_map: TensorMap) -> MapCodes:
+    """How the driver calls what a tensor map asks."""
+    return MapCodes(
+        _DATA_TYPES[np.dtype(tensor_map.dtype).name],
+        _SWIZZLES[tensor_map.swizzle],
+        _PROMOTIONS[tensor_map.l2_promotion],
+        int(tensor_map.oob_nan),
+    )
+
+
 def encode(tensor_map: TensorMap, address: int) -> Encoded:
     """The driver's form of a tensor map whose array begins at a device address."""
     cuda = library()
     rank = len(tensor_map.shape)
     encoded = Encoded()
+    codes = map_codes(tensor_map)
     status = cuda.cuTensorMapEncodeTiled(
         encoded.address,
-        _DATA_TYPES[np.dtype(tensor_map.dtype).name],
+        codes.data_type,
         rank,
         address + tensor_map.offset_bytes,
         (ctypes.c_uint64 * rank)(*reversed(tensor_map.shape)),
@@ -241,9 +262,9 @@ def encode(tensor_map: TensorMap, address: int) -> Encoded:
         (ctypes.c_uint32 * rank)(*reversed(tensor_map.box)),
         (ctypes.c_uint32 * rank)(*reversed(tensor_map.element_strides)),
         0,
-        _SWIZZLES[tensor_map.swizzle],
-        _PROMOTIONS[tensor_map.l2_promotion],
-        int(tensor_map.oob_nan),
+        codes.swizzle,
+        codes.promotion,
+        codes.nan_fill,
     )
     check(cuda, status, "cuTensorMapEncodeTiled")
     return encoded

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -11,10 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_driver import FakeDriver, Seen, require_gcc
 
 import fa4gen
-from fa4gen.codegen import api, driver, reference
-from fa4gen.codegen.attention import attention_launch
+from fa4gen.codegen import api, reference
+from fa4gen.codegen.attention import attention_entry_info, attention_launch, key_map, query_map, tiling
 from fa4gen.codegen.geometry import derive
 
 BF16 = ml_dtypes.bfloat16
@@ -116,6 +115,33 @@ def test_a_plan_touches_no_memory_of_its_arrays() -> None:
     assert array.strides == (1 << 42, 1024, 256, 2)
 
 
+def test_a_plan_of_strided_keys_keeps_their_type() -> None:
+    """What has room between rows has a base of bytes; its tensor map is of elements all the same."""
+    for dtype in ("bfloat16", "float16"):
+        keys = api.View(0, (3, 7, 2, 64), (7 * 2 * 64, 64, 7 * 64, 1), dtype, 0).stand_in()
+        tensor_map = key_map(keys, 1, 64)
+        assert np.dtype(tensor_map.dtype).name == dtype
+        assert tensor_map.strides == (7 * 2 * 64 * 2, 7 * 64 * 2, 16, 64 * 2)
+
+
+def test_axes_of_one_element_may_have_any_stride() -> None:
+    """[batch, heads, 1, d] with its middle axes swapped is contiguous, with a stride of d along the one query."""
+    queries = api.View(0, (2, 1, 8, 64), (8 * 64, 64, 64, 1), "float16", 0)
+    assert queries.strides == api._contiguous(queries)
+    assert query_map(queries.stand_in(), 2, tiling(32, 1, 4), 64, 128).strides == (8 * 64 * 2, 4 * 64 * 2, 8 * 64 * 2, 64 * 2)
+
+
+def test_a_plan_has_no_workspace() -> None:
+    """Terabytes of partitions are planned: the driver is who says that they do not fit."""
+    q = api.View(16, (512, 1, 8192, 512), (8192 * 512, 8192 * 512, 512, 1), "bfloat16", 0)
+    k = api.View(16, (512, 4096, 8192, 512), (4096 * 8192 * 512, 8192 * 512, 512, 1), "bfloat16", 0)
+    out_lse = {"out": q, "lse": api.View(16, (512, 8192, 1), (8192, 1, 1), "float32", 0)}
+    arrays = {"q": q, "k": k, "v": k, **out_lse}
+    stand_ins = {name: array.stand_in() for name, array in arrays.items()}
+    _, launch, names = api.plan_launch(arrays, stand_ins, api.Options(num_splits=64), "sm_90a", 132)
+    assert launch.args[names.index("partial_o")].array.nbytes == 16 * 512 * 8192 * 8 * 512 * 4
+
+
 def test_dlpack_is_read_as_it_is() -> None:
     array = np.arange(24, dtype=np.float32).reshape(4, 6)[1:, ::2]
     seen = api.view("q", array)
@@ -209,48 +235,6 @@ def test_torch_op_says_that_it_needs_torch() -> None:
 
 # --- the driver's part, against a driver that only records ---------------------------------------------------------------------
 
-RECORDER = r"""
-#include <stdint.h>
-#include <string.h>
-#include <stdlib.h>
-typedef struct { int id; char pad[4]; unsigned value[16]; } Attribute;
-typedef struct { unsigned grid[3], block[3], shared; void *stream; Attribute *attributes; unsigned count; } Config;
-unsigned launches, grid, block, shared, cluster; void *stream; uint64_t scalars[32]; uint64_t map_address[4]; static char map[4][128];
-int cuInit(unsigned f) { return f; }
-int cuGetErrorName(int s, const char **n) { (void)s; *n = "CUDA_ERROR"; return 0; }
-int cuDeviceGet(int *d, int i) { *d = i; return i ? 101 : 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { (void)d; *v = a == 75 ? 9 : a == 76 ? 0 : 132; return 0; }
-int cuDevicePrimaryCtxRetain(void **c, int d) { (void)d; *c = (void *)8; return 0; }
-int cuCtxPushCurrent_v2(void *c) { (void)c; return 0; }
-int cuCtxPopCurrent_v2(void **c) { *c = 0; return 0; }
-int cuCtxGetCurrent(void **c) { *c = (void *)8; return 0; }
-int cuThreadExchangeStreamCaptureMode(int *m) { *m = 0; return 0; }
-int cuMemAlloc_v2(uint64_t *a, size_t n) { static uint64_t next = 1 << 20; *a = next; next += n + 4096; return 0; }
-int cuStreamCreate(void **s, unsigned f) { (void)f; *s = (void *)16; return 0; }
-int cuStreamSynchronize(void *s) { (void)s; return 0; }
-int cuStreamDestroy_v2(void *s) { (void)s; return 0; }
-int cuMemsetD8Async(uint64_t a, unsigned char b, size_t n, void *s) { (void)a; (void)b; (void)n; (void)s; return 0; }
-int cuModuleLoadData(void **m, const void *i) { (void)i; *m = (void *)24; return 0; }
-int cuModuleGetFunction(void **f, void *m, const char *n) { (void)m; (void)n; *f = (void *)32; return 0; }
-int cuFuncSetAttribute(void *f, int a, int v) { (void)f; (void)v; return a != 8; }
-int cuTensorMapEncodeTiled(void *m, int t, unsigned r, uint64_t a, uint64_t *d, uint64_t *s, unsigned *b, unsigned *e, int i, int z,
-                           int l, int o) {
-  uint64_t first = d[0] | (uint64_t)t << 32;
-  (void)s; (void)b; (void)e; (void)l; (void)z;
-  if ((uintptr_t)m % 64 || a % 16 || r != 5 || i || o) return 1;
-  memcpy(m, &a, 8); memcpy((char *)m + 8, &first, 8);
-  return 0;
-}
-int cuLaunchKernelEx(Config *c, void *f, void **p, void **x) {
-  if (f != (void *)32 || x) return 1;
-  launches++; grid = c->grid[0]; block = c->block[0]; shared = c->shared; stream = c->stream;
-  cluster = c->count ? (c->attributes->id == 4 ? c->attributes->value[0] : 99) : 1;
-  for (int i = 0; i < 4; i++) { memcpy(map[i], p[i], 128); memcpy(&map_address[i], map[i], 8); }
-  for (int i = 4; i < 17; i++) { scalars[i] = 0; memcpy(&scalars[i], p[i], i == 4 || i > 13 ? 8 : 4); }
-  return 0;
-}
-"""
-
 
 class DeviceLike:
     """A host array that says it is on CUDA device `index`."""
@@ -268,49 +252,45 @@ class DeviceLike:
 
 
 def test_launches_reach_the_driver_as_planned(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc on this machine")
-    (tmp_path / "recorder.c").write_text(RECORDER)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "recorder.so"), str(tmp_path / "recorder.c")], check=True)
-    recorder = ctypes.CDLL(str(tmp_path / "recorder.so"))
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: recorder)
-    monkeypatch.setattr(driver, "library", driver.library.__wrapped__)
-    monkeypatch.setattr(driver, "_devices", {})
-    monkeypatch.setattr(api, "_plans", {})
+    require_gcc()
+    fake = FakeDriver(tmp_path)
+    fake.install(monkeypatch)
     q, k, v = problem(2, 3, 1000, 4, 2, dtype=np.float16)
     out = np.zeros_like(q)
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False), "sm_90a")
+    fake.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
 
-    def call(**options: Any) -> dict[str, int]:
+    def call(**options: Any) -> Seen:
         fa4gen.attention(*(DeviceLike(a) for a in (q, k, v)), out=DeviceLike(out), **options)
-        names = ("launches", "grid", "block", "shared", "cluster")
-        return {name: ctypes.c_uint.in_dll(recorder, name).value for name in names}
+        return fake.last()
 
-    scalars = (ctypes.c_uint64 * 32).in_dll(recorder, "scalars")
-    addresses = (ctypes.c_uint64 * 4).in_dll(recorder, "map_address")
+    def numbers(seen: Seen, *names: str) -> list[int]:
+        return [seen.number(name) for name in names]
+
     arguments = {"num_splits": 4, "scale": 0.25, "stream": 48}
     seen = call(**arguments)
-    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False), "sm_90a")
     lse = np.empty((2, 8, 3), np.float32)
     expected = attention_launch(config, derive(config, "sm_90a"), q, k, v, out, lse, scale=0.25, partition_keys=256)
-    fixed = {"block": expected.block[0], "shared": expected.smem_bytes, "cluster": expected.cluster}
-    assert seen == {"launches": 1, "grid": expected.grid[0], **fixed}
-    assert list(addresses) == [array.ctypes.data for array in (q, k, v, out)]
-    assert ctypes.c_void_p.in_dll(recorder, "stream").value == 48
-    plain = [int.from_bytes(np.asarray(value).tobytes(), "little") for value in expected.args[5:13]]
-    assert list(scalars[5:13]) == plain
-    assert list(scalars[13:14]) == [1]
-    workspace = [scalars[4], *scalars[14:17]]
+    assert (seen.entry, seen.grid, seen.block) == (expected.entry, expected.grid, expected.block)
+    assert (seen.shared_bytes, seen.cluster) == (expected.smem_bytes, expected.cluster)
+    assert numbers(seen, "q_map", "k_map", "v_map", "out_map") == [array.ctypes.data for array in (q, k, v, out)]
+    assert seen.stream == 48
+    plain = ("batch", "q_len", "keys", "kv_heads", "group", "scale", "partition_tiles", "partitions")
+    assert [seen.parameters[name] for name in plain] == [np.asarray(value).tobytes() for value in expected.args[5:13]]
+    assert seen.number("launch") == 1
+    spaces = ("lse", "partial_o", "partial_lse", "arrived")
+    workspace = numbers(seen, *spaces)
     assert 0 not in workspace
     assert len(set(workspace)) == 4
     # The same plan again, other memory for the keys: a new number and address, the workspace as it was; another stream, its own.
     k = k.copy()
-    assert call(**arguments)["launches"] == 2
-    assert scalars[13] == 2
-    assert addresses[1] == k.ctypes.data
-    assert [scalars[4], *scalars[14:17]] == workspace
-    call(**arguments | {"stream": 64})
-    assert scalars[13] == 1
-    assert not {scalars[4], *scalars[14:17]} & set(workspace)
+    seen = call(**arguments)
+    assert seen.number("launch") == 2
+    assert seen.number("k_map") == k.ctypes.data
+    assert numbers(seen, *spaces) == workspace
+    seen = call(**arguments | {"stream": 64})
+    assert seen.number("launch") == 1
+    assert not set(numbers(seen, *spaces)) & set(workspace)
     for options, match in (({"window": 3}, "window"), ({"num_splits": 0}, "num_splits")):
         with pytest.raises(ValueError, match=match):
             call(**options)
@@ -320,4 +300,4 @@ def test_launches_reach_the_driver_as_planned(tmp_path: Any, monkeypatch: pytest
         fa4gen.attention(DeviceLike(q), DeviceLike(k), DeviceLike(v))
     with pytest.raises(RuntimeError, match="CUDA device 1"):
         fa4gen.attention(*(DeviceLike(a, 1) for a in (q, k, v, out)[:3]), out=DeviceLike(out, 1))
-    assert ctypes.c_uint.in_dll(recorder, "launches").value == 3
+    assert fake.count("launches") == 3
