@@ -51,9 +51,9 @@ def _folder(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def _config_option(required: bool, multiple: bool = False) -> Callable[[F], F]:
-    text = "A config file, or the name of a shipped config (see `fa4gen list`)." + (
-        "  Repeatable; default: all shipped." if multiple else ""
-    )
+    text = "A config file, or the name of a shipped config (see `fa4gen list`)."
+    if multiple:
+        text += "  Repeatable." if required else "  Repeatable; default: all shipped."
     # Always repeatable for the parser: of a value given twice it would keep the last and drop the first without a word.
     name, callback = ("refs", None) if multiple else ("ref", _only)
     return click.option("--config", name, metavar="FILE|NAME", required=required, multiple=True, help=text, callback=callback)
@@ -61,6 +61,16 @@ def _config_option(required: bool, multiple: bool = False) -> Callable[[F], F]:
 
 def _arch_option(text: str) -> Callable[[F], F]:
     return click.option("--arch", type=click.Choice(ARCHES), help=text)
+
+
+def _arch_list(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in ARCHES:
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(ARCHES)}", context, parameter)
+    return names
 
 
 def _console() -> Console:
@@ -94,6 +104,19 @@ def emit(ref: str, arch: str | None, out: Path | None) -> None:
             for entry, kernel in sorted(module.kernels.items()):
                 spills = f"{kernel.spill_store_bytes} + {kernel.spill_load_bytes} bytes spilled"
                 click.echo(f"  {module.file_name}: {entry}: {kernel.registers} registers, {spills}")
+
+
+@cli.command()
+@_config_option(required=True, multiple=True)
+@click.option("--arch", "archs", callback=_arch_list, metavar="A[,A]", help="Only these targets; default: all that each config lists.")
+@click.option("--out", required=True, callback=_folder, metavar="DIR", help="A new folder, or one that holds an earlier export.")
+def export(refs: tuple[str, ...], archs: tuple[str, ...] | None, out: Path) -> None:
+    """Write CUBINs, a C header and launcher, and a manifest into DIR, for machines that have no compiler."""
+    from .codegen import export as exporting
+    from .codegen.config import load_config
+
+    for name in exporting.export([load_config(ref) for ref in refs], archs, out):
+        click.echo(str(out / name))
 
 
 @cli.command()

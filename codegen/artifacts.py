@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -79,7 +79,7 @@ def entry_info(config: Config, arch: str) -> dict[str, dict[str, Any]]:
     return info
 
 
-def _known_spills(config: Config) -> None:
+def known_spills(config: Config) -> None:
     """Raises EmitError for a name in allow_spills that no kernel of the config has: misspelt, it would allow nothing."""
     if config.allow_spills:
         entries = sorted({entry for arch in config.arch for entry in entry_info(config, arch)})
@@ -88,7 +88,8 @@ def _known_spills(config: Config) -> None:
                 raise EmitError(f"{config.name}: allow_spills names {name}, which is no kernel of it; those are {', '.join(entries)}")
 
 
-def _spill_gate(config: Config, module: Module) -> None:
+def spill_gate(config: Config, module: Module) -> None:
+    """Raises EmitError for a kernel that spills without its config's leave."""
     for entry, kernel in sorted(module.kernels.items()):
         spilled = kernel.spill_store_bytes + kernel.spill_load_bytes
         if spilled and entry not in config.allow_spills:
@@ -124,7 +125,7 @@ def _manifest(config: Config, arch: str, sources: dict[str, Rendered], modules: 
 def _trees(targets: Sequence[tuple[Config, str]], *, compiled: bool) -> list[Tree]:
     """The trees of several targets, compiled together; without `compiled` they have sources and no PTX or resource figures."""
     for config, _ in targets:
-        _known_spills(config)
+        known_spills(config)
     rendered = [render_files(config, arch) for config, arch in targets]
     jobs = [(index, name) for index, sources in enumerate(rendered) for name in sources if compiled and name.endswith(".cu")]
     modules: list[dict[str, Module]] = [{} for _ in targets]
@@ -135,7 +136,7 @@ def _trees(targets: Sequence[tuple[Config, str]], *, compiled: bool) -> list[Tre
     for (config, arch), sources, built_here in zip(targets, rendered, modules, strict=True):
         files = {name: source.text for name, source in sources.items()}
         for name, module in built_here.items():
-            _spill_gate(config, module)
+            spill_gate(config, module)
             files[name.removesuffix(".cu") + ".ptx"] = module.ptx
         files[MANIFEST] = _manifest(config, arch, sources, built_here, files)
         trees.append(Tree(config, arch, files, built_here))
@@ -147,10 +148,10 @@ def build(config: Config, arch: str) -> Tree:
     return _trees([(config, arch)], compiled=True)[0]
 
 
-def _write_folder(path: Path, files: dict[str, str]) -> None:
+def write_folder(path: Path, files: Mapping[str, str | bytes]) -> None:
     """Replaces the folder `path` by one with exactly `files`: written beside it, then swapped in by renames, so it is never half written.
 
-    A folder with files that a manifest in it does not list is refused: they are somebody's.
+    A folder with files that a manifest in it does not list is refused: they are somebody's. Raises EmitError, OSError.
     """
     if path.is_dir():
         known = {MANIFEST, *_listed_outputs(path / MANIFEST)}
@@ -162,9 +163,9 @@ def _write_folder(path: Path, files: dict[str, str]) -> None:
     try:
         fresh, old = scratch / "new", scratch / "old"
         fresh.mkdir()
-        for name, text in files.items():
+        for name, content in files.items():
             try:
-                (fresh / name).write_text(text, encoding="utf-8", newline="\n")
+                (fresh / name).write_bytes(content if isinstance(content, bytes) else content.encode())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path / name)) from error
         if path.exists():
@@ -197,7 +198,7 @@ def emit(config: Config, archs: Iterable[str], out: Path | None = None) -> list[
     written = []
     for tree in trees:
         path = root / folder(config, tree.arch)
-        _write_folder(path, tree.files)
+        write_folder(path, tree.files)
         written.append((path, tree))
     return written
 

@@ -198,7 +198,10 @@ def problem_arguments(config: Config, geo: Geometry) -> list[tuple[str, str, str
 
 
 def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
-    """(name, C type, meaning) of the arguments that the config's features add at the end, the same on both targets."""
+    """(name, C type, meaning) of the arguments that the config's features add at the end, the same on both targets.
+
+    export.ARGUMENT_VALUES says where the exported launcher takes each from.
+    """
     features = set(config.features())
     arguments = [
         ("paged", "block_table", "const int*", f"[batch][table_pages]: pages of {config.page_size} keys; none past the end is read"),

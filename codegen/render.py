@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -99,11 +99,34 @@ def _template_line(error: BaseException, default: str) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else default
 
 
-def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None, *, stream: bool = False) -> Rendered:
-    loader = _Loader()
-    environment = jinja2.Environment(
+def _environment(loader: _Loader) -> jinja2.Environment:
+    return jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
+
+
+def _rendered(environment: jinja2.Environment, name: str, template: str, context: Mapping[str, Any]) -> str:
+    """The text of the template `name`; errors name `template` where they name none themselves. Raises RenderError."""
+    try:
+        text = environment.get_template(name).render(context)
+    except jinja2.TemplateSyntaxError as error:
+        raise RenderError(one_line(f"templates/{error.name or template}:{error.lineno}: {error.message}")) from None
+    except jinja2.TemplateNotFound as error:
+        raise RenderError(one_line(f"templates/{_template_line(error, template)}: there is no templates/{error.message}")) from None
+    except Exception as error:
+        # Whatever an expression in a template raises is that template's mistake.
+        raise RenderError(one_line(f"templates/{_template_line(error, template)}: {type(error).__name__}: {error}")) from error
+    return _tidy(text)
+
+
+def render_text(template: str, context: Mapping[str, Any]) -> str:
+    """A template that belongs to no one config, by its path under templates/. Raises RenderError."""
+    return _rendered(_environment(_Loader()), template, template, context)
+
+
+def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None, *, stream: bool = False) -> Rendered:
+    loader = _Loader()
+    environment = _environment(loader)
     used: set[str] = set()
 
     def use(*names: str, **parameters: Any) -> str:
@@ -142,16 +165,8 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
         "use": use,
         "banner": lambda title: _banner(config, arch, template, title),
     }
-    try:
-        text = environment.get_template(HEADER_TEMPLATE if header else template).render(context)
-    except jinja2.TemplateSyntaxError as error:
-        raise RenderError(one_line(f"templates/{error.name or template}:{error.lineno}: {error.message}")) from None
-    except jinja2.TemplateNotFound as error:
-        raise RenderError(one_line(f"templates/{_template_line(error, template)}: there is no templates/{error.message}")) from None
-    except Exception as error:
-        # Whatever an expression in a template raises is that template's mistake.
-        raise RenderError(one_line(f"templates/{_template_line(error, template)}: {type(error).__name__}: {error}")) from error
-    return Rendered(_tidy(text), template, tuple(sorted(loader.loaded)))
+    text = _rendered(environment, HEADER_TEMPLATE if header else template, template, context)
+    return Rendered(text, template, tuple(sorted(loader.loaded)))
 
 
 @lru_cache(maxsize=256)

@@ -188,7 +188,7 @@ def test_a_kernel_that_spills_is_not_emitted(tmp_path: Path, config: Config, mon
 def test_a_failed_write_leaves_the_old_tree(tree: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files_of(tree)
     written: list[Path] = []
-    original = Path.write_text
+    original = Path.write_bytes
 
     def full_disk(self: Path, *args: object, **kwargs: object) -> int:
         written.append(self)
@@ -196,7 +196,7 @@ def test_a_failed_write_leaves_the_old_tree(tree: Path, config: Config, monkeypa
             raise OSError(28, "No space left on device", str(self))
         return original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     with pytest.raises(OSError, match="No space left"):
         artifacts.emit(config, config.arch, tree)
     assert len(written) == 3

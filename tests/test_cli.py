@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     heavy = ["numpy", "jinja2", "pydantic", "yaml", "rich", "cuda", "ml_dtypes", "fa4gen.codegen"]
     result = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
     assert result.stderr.strip() == "[]"
-    for command in ("emit", "check", "run", "list", "schema", "emulate"):
+    for command in ("emit", "export", "check", "run", "list", "schema", "emulate"):
         assert command in result.stdout
     times = []
     for _ in range(5):
@@ -73,6 +74,15 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["emit", "--config", "d51"], "did you mean d512"),
         *(([command, "--config", "d512", "--config", "d256"], "more than once") for command in ("emit", "run", "inspect", "tune")),
         *(([*command, "--out", ""], "empty path") for command in (["emit", "--config", "d512"], ["check"], ["bench", "--config", "d512"])),
+        (["export", "--config", "d64"], "--out"),
+        (["export", "--out", "somewhere"], "--config"),
+        (["export", "--config", "d64", "--out", ""], "empty path"),
+        (["export", "--config", "d64", "--out", "."], "current folder"),
+        (["export", "--config", "d64", "--out", "/"], "current folder"),
+        (["export", "--config", "d64", "--arch", "sm_90a,sm_80", "--out", "x"], "sm_80"),
+        (["export", "--config", "d64", "--arch", "", "--out", "x"], "--arch"),
+        (["export", "--config", "d64", "--config", "d64", "--out", "x"], "two configs are named d64"),
+        (["export", "--config", "d256_m2", "--arch", "sm_90a", "--out", "x"], "no full kernel for sm_90a"),
         (["check", "--config", "no\nsuch"], "no such file"),
         (["run", "--config", "d512", "--keys", "0"], "--keys"),
         (["run", "--config", "d512", "--keys", "many"], "many"),
@@ -122,6 +132,35 @@ def test_emit_and_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert captured.err == ""
     assert main(["emit", "--config", "d64", "--arch", "sm_90a", "--out", str(out)]) == 0
     assert main(["check", "--config", "d64", "--out", str(out)]) == 0
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kernels"
+    assert main(["export", "--config", "d64", "--arch", "sm_90a, sm_100a", "--out", str(out)]) == 0
+    names = ["attention_example.c", "d64_sm_100a.cubin", "d64_sm_90a.cubin", "fa4gen_attention.c", "fa4gen_attention.h", "manifest.json"]
+    assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
+    assert sorted(path.name for path in out.iterdir()) == names
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert [(kernel["config"]["name"], kernel["arch"], kernel["cubin"]) for kernel in manifest["kernels"]] == [
+        ("d64", "sm_90a", "d64_sm_90a.cubin"),
+        ("d64", "sm_100a", "d64_sm_100a.cubin"),
+    ]
+    for name, digest in manifest["outputs"].items():
+        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+    for kernel in manifest["kernels"]:
+        for entry, facts in kernel["entries"].items():
+            assert entry.encode() in (out / kernel["cubin"]).read_bytes()
+            assert {"block", "grid", "smem_bytes", "tile_rows", "max_cluster", "arguments", "registers"} <= set(facts)
+    # An earlier export is replaced whole; what is somebody's own is not touched.
+    assert main(["export", "--config", "d64", "--arch", "sm_90a", "--out", str(out)]) == 0
+    assert not (out / "d64_sm_100a.cubin").exists()
+    capsys.readouterr()
+    (out / "notes.txt").write_text("mine")
+    assert "holds notes.txt" in failure(["export", "--config", "d64", "--arch", "sm_90a", "--out", str(out)], capsys)
+    assert (out / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("")
+    assert "is no folder" in failure(["export", "--config", "d64", "--arch", "sm_90a", "--out", str(tmp_path / "file")], capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kernels"]
 
 
 def test_list_shows_every_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
