@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import compiler, golden, reference, render, units
+from . import compiler, golden, render, units
 from .backends import Backend, BackendError, BackendUnavailable, Compiled, Launch, Outcome
 from .config import Config, load_config
+from .feature_inputs import feature_inputs
 from .files import check_writable, npz, write_whole
 from .geometry import Geometry, derive
 from .inputs import InputError, read_qkv
@@ -250,14 +251,13 @@ class _Run:
     def attention(self, arch: str, geo: Geometry, backend: Backend, compiled: Compiled, problem: AttentionProblem) -> None:
         from .attention import attention_launch
 
-        config, q, k, v = self.config, problem.q, problem.k, problem.v
+        config = self.config
         scale = 1.0 / math.sqrt(config.ov_depth)
-        out = units.poisoned(q.shape, units.DTYPES[config.out_dtype])
-        lse = units.poisoned((q.shape[0], q.shape[2], q.shape[1]), units.DTYPES["float32"])
-        launch = attention_launch(config, geo, q, k, v, out, lse, scale=scale)
+        inputs = feature_inputs(config, problem.q, problem.k, problem.v)
+        launch = attention_launch(config, geo, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, scale=scale, **inputs.arrays)
         outcome = self._execute(backend, compiled, launch)
-        expected = reference.attention(q, k, v, scale=scale, causal=config.mask == "causal")
-        verdicts = judge_attention(out, lse, *expected)
+        out, lse = inputs.plain_out, inputs.plain_lse
+        verdicts = judge_attention(out, lse, *inputs.expected(scale))
         comparable = self.shipped and problem.is_golden
         outputs = {"out": out, "lse": lse}
         if self.options.update_golden and comparable and all(v.ok for v in verdicts) and not outcome.hazards:

@@ -18,7 +18,9 @@ from fa4gen.codegen.config import ARCHES, Config, load_config, parse_config, shi
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.render import render
 
-SHARED_KEY = [name for name in shipped_configs() if load_config(name).shared_key]
+# Those of a model have the functions of their depth's.
+SHARED_KEY = [name for name in shipped_configs() if load_config(name).shared_key and not load_config(name).features()]
+TARGETS = [(name, arch) for name in shipped_configs() for arch in load_config(name).arch]
 KEY_SPLIT = [name for name in shipped_configs() if not load_config(name).shared_key]
 
 
@@ -279,8 +281,7 @@ def test_empty_partitions_are_finite_and_exact(arch, m_pack, out_dtype):
 # --- the headers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", shipped_configs())
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
 def test_headers_compile_together_and_twice(name, arch):
     """A user may include several of them, in any order and again."""
     headers = [
@@ -289,8 +290,7 @@ def test_headers_compile_together_and_twice(name, arch):
     compiler.compile_source("\n".join(headers) + '\nextern "C" __global__ void empty() {}\n', arch, "headers.cu")
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("name", shipped_configs())
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
 def test_every_emitted_wrapper_is_used(name, arch):
     for file, text in render(load_config(name), arch).items():
         for function in re.findall(r"__forceinline__ \S+ (ptx_\w+)\(", text):

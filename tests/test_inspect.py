@@ -23,6 +23,7 @@ from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.config import Config, load_shipped, parse_config, shipped_configs
 from fa4gen.codegen.emulator import LaunchResult, Memory, Program
 from fa4gen.codegen.emulator.memory import SHARED_START
+from fa4gen.codegen.feature_inputs import page_table
 from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, SUB_TILE_DEPTH, Geometry, derive
 from fa4gen.codegen.geometry_sm90 import Sm90Geometry
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
@@ -40,7 +41,13 @@ def variant(name: str, **fields: object) -> Config:
     return parse_config(shipped | fields)
 
 
-KERNELS = [(name, arch) for name in shipped_configs() for arch in load_shipped(name).arch if has_attention(load_shipped(name), arch)]
+# The kernels of models differ from these by features; what that changes is looked at by name.
+KERNELS = [
+    (name, arch)
+    for name in shipped_configs()
+    for arch in load_shipped(name).arch
+    if has_attention(load_shipped(name), arch) and not load_shipped(name).features()
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ def recorded(
 
 VARIANTS: list[tuple[str, str, dict[str, Any], int, int | None]] = [
     *((name, arch, {}, WALK_TILES * pipeline.rings(derive(load_shipped(name), arch)), None) for name, arch in KERNELS),
+    ("gpt_oss", "sm_90a", {"window": 1024}, 16, None),
+    ("qwen3", "sm_90a", {}, 6, 2),
     ("d128", "sm_90a", {"tile_rows": 8}, 16, 8),
     ("d128_m2", "sm_90a", {"tile_rows": 32}, 16, 8),
     ("d256", "sm_90a", {"warpgroups": 1, "tile_rows": 8}, 4, None),
@@ -178,8 +187,7 @@ def _said(role: str, text: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", shipped_configs())
+@pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in shipped_configs() for arch in load_shipped(name).arch])
 def test_unit_tables_are_what_the_kernels_do(name: str, arch: str) -> None:
     config = load_shipped(name)
     geo = derive(config, arch)
@@ -205,9 +213,31 @@ def test_unit_tables_are_what_the_kernels_do(name: str, arch: str) -> None:
 # --- the ring ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "arch"), KERNELS)
+def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> list[tuple[int, tuple[int, ...]]]:
+    """Offset within the slot, and coordinates, of each copy that fills it. The coordinates end with the page where there are pages."""
+    if isinstance(geo, Sm100Geometry):
+        boxes = geo.v_boxes if use.operand == "V" else 1
+        starts = [(box * geo.slot_bytes // boxes, use.key + box * geo.s_cols) for box in range(boxes)]
+        return [(offset, (0, use.tile * geo.block_keys + key, use.depth // SUB_TILE_DEPTH)) for offset, key in starts]
+    assert isinstance(geo, Sm90Geometry)
+    chunk, first = use.depth // SUB_TILE_DEPTH, use.tile * geo.block_keys + use.key
+    if config.page_size is None:
+        return [(0, (0, first, chunk))]
+    (table,) = page_table(1, WALK_TILES * geo.block_keys, config.page_size)
+    if geo.tile_pages == 1:
+        return [(0, (0, first % config.page_size, chunk, 0, int(table[first // config.page_size])))]
+    chunk_bytes, page_bytes = geo.slot_bytes // geo.slot_chunks, geo.slot_bytes // geo.slot_chunks // geo.tile_pages
+    return [
+        (c * chunk_bytes + page * page_bytes, (0, 0, chunk + c, 0, int(table[first // config.page_size + page])))
+        for c in range(geo.slot_chunks)
+        for page in range(geo.tile_pages)
+    ]
+
+
+@pytest.mark.parametrize(("name", "arch"), [*KERNELS, ("llama3", "sm_90a"), ("qwen3", "sm_90a")])
 def test_ring_walk_is_what_the_producer_does(name: str, arch: str) -> None:
-    run = recorded(load_shipped(name), arch)
+    config = load_shipped(name)
+    run = recorded(config, arch)
     geo = run.geo
     assert isinstance(geo, (Sm90Geometry, Sm100Geometry))
     names = {barrier.offset: barrier.name for barrier in pipeline.mbarriers(geo)}
@@ -222,13 +252,11 @@ def test_ring_walk_is_what_the_producer_does(name: str, arch: str) -> None:
         filled: Counter[int] = Counter()
         for position, use in enumerate(uses):
             assert (use.position, use.ring) == (position, ring)
-            boxes = geo.v_boxes if isinstance(geo, Sm100Geometry) and use.operand == "V" else 1
-            for box in range(boxes):
+            for offset, coordinates in expected_copies(config, geo, use):
                 copy = next(mine)
                 assert copy.array == use.operand.lower()
-                assert copy.offset == geo.offset("ring") + use.slot * geo.slot_bytes + box * geo.slot_bytes // boxes
-                step = geo.s_cols if isinstance(geo, Sm100Geometry) else 0
-                assert copy.coordinates[:3] == (0, use.tile * geo.block_keys + use.key + box * step, use.depth // SUB_TILE_DEPTH)
+                assert copy.offset == geo.offset("ring") + use.slot * geo.slot_bytes + offset
+                assert copy.coordinates[: len(coordinates)] == coordinates
                 assert names[copy.mbarrier].removeprefix("ring_") == f"full[{use.slot}]"
             assert use.parity == filled[use.slot] % 2
             filled[use.slot] += 1

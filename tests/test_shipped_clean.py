@@ -10,11 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa4gen.codegen import reference, units
+from fa4gen.codegen import units
 from fa4gen.codegen.attention import attention_launch
 from fa4gen.codegen.backends import Launch
 from fa4gen.codegen.config import load_shipped, shipped_configs
 from fa4gen.codegen.emulator import Memory, Program
+from fa4gen.codegen.feature_inputs import feature_inputs
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.render import has_attention, render
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC 
 
 SWEEP = "FA4GEN_SWEEP" in os.environ
 SEEDS = range(20) if SWEEP else range(1)
-DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+DTYPES: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 KERNELS = [(name, arch) for name in shipped_configs() for arch in load_shipped(name).arch]
 
 
@@ -71,16 +72,17 @@ def test_attention_kernels(name, arch, partitioned):
     program = Program.from_ptx(compiler.compile_source(render(config, arch)["attention.cu"], arch, "attention.cu").ptx)
     rng = np.random.Generator(np.random.PCG64(1))
     keys = 3 * geo.block_keys + 40
-    q = rng.standard_normal((1, 2, 6, config.ov_depth), np.float32).astype(DTYPES[config.dtype])
+    q = rng.standard_normal((1, 2, config.group or 6, config.ov_depth), np.float32).astype(DTYPES[config.dtype])
     k, v = (rng.standard_normal((1, keys, 1, config.ov_depth), np.float32).astype(q.dtype) for _ in range(2))
-    expected, _ = reference.attention(q, k, v, scale=config.ov_depth**-0.5, causal=config.mask == "causal")
+    inputs = feature_inputs(config, q, k, v)
+    out, expected = inputs.plain_out, inputs.expected(config.ov_depth**-0.5)[0]
     policy = None
     for seed in SEEDS:
-        out, lse = np.full(q.shape, np.nan, np.float32).astype(DTYPES[config.out_dtype]), np.full((1, 6, 2), np.nan, np.float32)
-        options = {"partition_keys": geo.block_keys} if partitioned else {}
-        launch = attention_launch(config, geo, q, k, v, out, lse, ctas=3, **options)
+        out[:] = np.nan
+        options = inputs.arrays | {"ctas": 3} | ({"partition_keys": geo.block_keys} if partitioned else {})
+        launch = attention_launch(config, geo, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, **options)
         policy = policy or policies(launch, KERNELS.index((name, arch)) + partitioned)
         for schedule in policy:
-            fresh = attention_launch(config, geo, q, k, v, out, lse, ctas=3, **options)
+            fresh = attention_launch(config, geo, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, **options)
             clean(program, fresh, seed, schedule)
             assert np.linalg.norm(out.astype(np.float64) - expected) <= 4e-3 * np.linalg.norm(expected)

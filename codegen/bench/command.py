@@ -61,6 +61,7 @@ def default_out() -> Path:
 def chosen_configs(refs: tuple[str, ...]) -> list[Config]:
     """The configs of `refs`, each once, or every shipped one. Raises ConfigError, BenchError for two of one name."""
     configs = list(dict.fromkeys(load_config(ref) for ref in refs)) if refs else [load_shipped(name) for name in shipped_configs()]
+    configs = [config for config in configs if refs or not config.features()]
     names = [config.name for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -70,6 +71,9 @@ def chosen_configs(refs: tuple[str, ...]) -> list[Config]:
 
 def with_kernel(configs: list[Config], arch: str, *, asked: bool) -> list[Config]:
     """The configs that have an attention kernel for `arch`. Raises BenchError for one that was asked for and has none."""
+    for config in configs:
+        if config.features():
+            raise BenchError(f"{config.name} asks for {config.features()[0]}: features are not measured")
     usable = [config for config in configs if arch in config.arch and has_attention(config, arch)]
     if asked and len(usable) < len(configs):
         missing = next(config.name for config in configs if config not in usable)

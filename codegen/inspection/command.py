@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .. import pipeline, runner
 from ..config import Config, load_config
 from ..files import check_writable, write_whole
@@ -199,15 +197,14 @@ def record_attention(
     from ..attention import attention_entry_info, attention_launch, entry_config
     from ..emulator import LaunchError, Memory, Program, PtxError, TensorMap
     from ..emulator.memory import SHARED_START
-    from ..units import DTYPES, poisoned
+    from ..feature_inputs import feature_inputs
 
     problem = runner.attention_problem(config, options)
     entry = entry_config(config, arch, problem.q.shape[1], problem.q.shape[2] // problem.k.shape[2])
     geo = derive(entry, arch)
     compiled = runner.compiled_sources(config, arch)["attention.cu"]
-    out = poisoned(problem.q.shape, DTYPES[config.out_dtype])
-    lse = poisoned((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]), np.dtype(np.float32))
-    launch = attention_launch(entry, geo, problem.q, problem.k, problem.v, out, lse, **launch_options)
+    inputs = feature_inputs(config, problem.q, problem.k, problem.v)
+    launch = attention_launch(entry, geo, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, **inputs.arrays, **launch_options)
     arguments = [argument["name"] for argument in attention_entry_info(entry, geo)["arguments"]]
     arrays = {
         id(value): name.removesuffix("_map") for name, value in zip(arguments, launch.args, strict=True) if isinstance(value, TensorMap)
@@ -215,7 +212,8 @@ def record_attention(
 
     def label(array: str, coordinates: Sequence[int]) -> str:
         if array in ("k", "v"):
-            return f"{array.upper()} key {coordinates[1]} depth {coordinates[0] + coordinates[2] * SUB_TILE_DEPTH}"
+            page = f"page {coordinates[4]} " if config.page_size else ""
+            return f"{array.upper()} {page}key {coordinates[1]} depth {coordinates[0] + coordinates[2] * SUB_TILE_DEPTH}"
         return f"{array.upper()} depth {coordinates[0]}"
 
     recorder = Recorder(arrays, SHARED_START, label)
