@@ -32,6 +32,7 @@ def attention(
     v_scale: torch.Tensor | None = None,
     num_splits: int | None = None,
     split_size: int | None = None,
+    page_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fa4gen.attention with return_lse; its arguments mean the same."""
     result: tuple[torch.Tensor, torch.Tensor] = _attention(
@@ -49,6 +50,7 @@ def attention(
         v_scale=v_scale,
         num_splits=num_splits,
         split_size=split_size,
+        page_places=page_places,
         return_lse=True,
     )
     return result

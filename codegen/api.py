@@ -52,6 +52,7 @@ DEPTHS = (64, 128, 256, 512)
 # Names of the arrays in attention(), and of what the kernel's argument list calls them.
 _EXTRAS = {
     "block_table": "block_table",
+    "page_places": "page_places",
     "seqused_k": "key_lengths",
     "cu_seqlens_q": "query_starts",
     "sinks": "sinks",
@@ -151,6 +152,7 @@ def choose_config(
     ragged_queries: bool,
     exact: bool,
     arch: str,
+    page_list: bool = False,
 ) -> Config:
     """The config that `attention` generates for what a call asks. Raises ValueError where there is none, TypeError for its types."""
     if depth not in DEPTHS:
@@ -181,6 +183,7 @@ def choose_config(
         "softcap": softcap,
         "sinks": sinks,
         "kv_dtype": kv_dtype if kv_dtype != dtype else None,
+        "page_list": page_list,
         "rescale": "exact" if exact else "lazy",
     }
     try:
@@ -235,7 +238,7 @@ def _check(arrays: Mapping[str, View], options: Options) -> None:
     kv_heads = k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, which is no multiple of the {kv_heads} of k")
-    for name in ("block_table", "seqused_k", "cu_seqlens_q"):
+    for name in ("block_table", "page_places", "seqused_k", "cu_seqlens_q"):
         if name in arrays and arrays[name].dtype != "int32":
             raise TypeError(f"{name} is {arrays[name].dtype}; expected int32")
     for name in ("sinks", "k_scale", "v_scale"):
@@ -250,6 +253,13 @@ def _check(arrays: Mapping[str, View], options: Options) -> None:
     table = arrays.get("block_table")
     if table is not None and (len(table.shape) != 2 or table.shape[0] != batch):
         raise ValueError(f"block_table has shape {table.shape}; expected [{batch}, pages of a sequence]")
+    places = arrays.get("page_places")
+    if places is not None and table is None:
+        raise ValueError("page_places is given without block_table: it says where the pages listed there lie in their sequence")
+    if places is not None and "seqused_k" not in arrays:
+        raise ValueError("page_places is given without seqused_k: a list of pages does not say where its sequence ends")
+    if places is not None and table is not None and places.shape != table.shape:
+        raise ValueError(f"page_places has shape {places.shape}; expected that of block_table, {table.shape}")
     if table is None and k.shape[0] != batch:
         raise ValueError(f"k has {k.shape[0]} sequences, q has {batch}")
     expected_shapes: dict[str, tuple[int, ...]] = {"seqused_k": (batch,), "sinks": (heads,), "k_scale": (kv_heads,), "v_scale": (kv_heads,)}
@@ -310,18 +320,20 @@ def plan_launch(
         *(q.shape[-1], q.dtype, k.dtype, arrays["out"].dtype, options.causal, options.window, options.softcap, "sinks" in arrays),
         *(None if table is None else k.shape[1], "seqused_k" in arrays, "cu_seqlens_q" in arrays),
     )
+    listed = "page_places" in arrays
     if config is None:
-        config = choose_config(*asked, options.split_size is not None and _supports_exact(arch), arch)
+        config = choose_config(*asked, options.split_size is not None and _supports_exact(arch), arch, listed)
     else:
         has = (
             *(config.ov_depth, config.dtype, config.kv_dtype or config.dtype, config.out_dtype, config.mask == "causal"),
             *(config.window, config.softcap, config.sinks, config.page_size, config.key_lengths, config.ragged_queries),
+            config.page_list,
         )
         names = (
             *("q's head dim", "q's dtype", "k's dtype", "out's dtype", "causal", "window", "softcap", "sinks"),
-            *("block_table (page size)", "seqused_k", "cu_seqlens_q"),
+            *("block_table (page size)", "seqused_k", "cu_seqlens_q", "page_places"),
         )
-        for name, call, fixed in zip(names, asked, has, strict=True):
+        for name, call, fixed in zip(names, (*asked, listed), has, strict=True):
             if call != fixed:
                 raise ValueError(f"{name}: the call has {call}, config {config.name} has {fixed}")
         if arch not in config.arch:
@@ -523,6 +535,7 @@ def attention(
     return_lse: bool = False,
     stream: Any = None,
     kv_layout: Literal["NHD", "HND"] = "NHD",
+    page_places: Any = None,
 ) -> Any:
     """Softmax attention of few queries over many keys, in one kernel. Returns out, or (out, lse) with return_lse.
 
@@ -534,6 +547,9 @@ def attention(
     config: a Config, or its name or file; default: generated from what the call asks.
     block_table: [batch, pages] int32, pages of each sequence. seqused_k: [batch] int32, keys of each sequence. Both are read on the device:
     what they hold is not checked, an entry of block_table past a sequence's end is not read, and a length beyond the keys counts as all.
+    page_places: as block_table, which then lists chosen pages (block-sparse): the place of each in its sequence, ascending; a place at or
+    past the sequence's end (2^31 - 1, say) ends the list. Only listed pages are read. seqused_k counts the whole sequence, and causal
+    and window go by it and by the places.
     cu_seqlens_q: [batch + 1] int32, first query of each sequence and the end; max_seqlen_q: the most queries of a sequence.
     causal: query i of n sees keys <= keys - n + i. window: and only the last `window` of them. softcap: s = softcap tanh(s / softcap).
     sinks: [q_heads] float32, a logit of each head that takes part in the softmax without a value. scale: default 1 / sqrt(d).
@@ -551,6 +567,8 @@ def attention(
     named = {"q": q, "k": k, "v": v}
     if block_table is not None:
         named["block_table"] = block_table
+    if page_places is not None:
+        named["page_places"] = page_places
     if seqused_k is not None:
         named["seqused_k"] = seqused_k
     if cu_seqlens_q is not None:

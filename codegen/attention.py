@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 H200_SMS = 132
 TMA_STRIDE_BYTES = 16
+MAX_LISTED_KEYS = 1 << 30  # of a sequence whose pages are listed, so that places of keys and their sums are integers of the kernel
 # What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
 # what a CTA reads of other partitions in a merge, what a wave and a merge (in one CTA, in a cluster, of several clusters) cost beside that.
 CTA_BYTES_PER_US = 150e3
@@ -296,7 +297,7 @@ def attention_launch(
     float32, natural logarithm.
     The rest goes with the config's features, each array C-contiguous int32 or float32 and given exactly where its feature is on:
     block_table: [batch, table_pages]; k, v are then pages, [pages, page_size, kv_heads, depth] in any order of strides (paged).
-    max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged).
+    max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged), or 2^30 (page_list).
     page_places: as block_table, ascending: place of each listed page in its sequence (page_list). key_lengths: [batch], what
     lies outside 0 to `keys` counts as the nearer of the two (key_lengths).
     query_starts: [batch + 1]; q and out are then [total_q, q_heads, depth], lse is [q_heads, total_q], and max_q_len the most queries of a
@@ -334,7 +335,8 @@ def attention_launch(
     geo = _sm90(geo if entry == config else derive(entry, geo.arch))
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
-    key_tiles = -(-keys // geo.block_keys)
+    # A list has tiles of its pages alone.
+    key_tiles = -(-(keys if page_places is None or block_table is None else block_table.shape[1] * k.shape[1]) // geo.block_keys)
     if partition_keys is None:
         split = Split(key_tiles, 1)
     elif partition_keys == "auto":
@@ -435,11 +437,12 @@ def check_features(
     keys = k.shape[1]
     if table is not None:
         room = table.shape[-1] * k.shape[1]
-        keys = room if max_keys is None else max_keys
+        most = MAX_LISTED_KEYS if given.get("page_places") is not None else room
+        keys = most if max_keys is None else max_keys
         if k.shape[1] != config.page_size:
             raise ValueError(f"k {k.shape} has pages of {k.shape[1]} keys; the config has {config.page_size}")
-        if not 1 <= keys <= (2**31 - 1 if given.get("page_places") is not None else room):
-            raise ValueError(f"max_keys is {keys}; the block table has room for {room}")
+        if not 1 <= keys <= most:
+            raise ValueError(f"max_keys is {keys}; the block table has room for {most}")
     elif k.shape[0] != batch:
         raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape}, out {out.shape} do not fit depth {config.ov_depth} or each other")
     lse_shape = (batch, q_heads, q_len) if starts is None else (q_heads, q.shape[0])

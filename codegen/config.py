@@ -57,6 +57,7 @@ RULES: dict[str, str] = {
     "split-key-tiles": "a fixed partition is a whole number of key tiles",
     "group": f"group is 1 to {MAX_GROUP:,}",
     "page-size": f"page_size goes with kv_layout paged, and is one of {', '.join(map(str, PAGE_SIZES))}",
+    "page-list-lengths": "a list of pages does not say where its sequence ends: it needs key_lengths",
     "window-causal": "a window ends at the query's own position: it needs mask causal",
     "softcap": "softcap is a positive, finite number",
     "features-shared-key": "paged, ragged and scored variants are in the shared-key kernels",
@@ -272,6 +273,7 @@ class Config(BaseModel):
         remedy = "use one of them" if paged else "leave it out, or set kv_layout: paged"
         require(self.page_size in PAGE_SIZES if paged else self.page_size is None, "page-size", "page_size", self.page_size, remedy)
         require(paged or not self.page_list, "page-size", "page_list", self.page_list, "set kv_layout: paged and a page_size")
+        require(self.key_lengths or not self.page_list, "page-list-lengths", "page_list", self.page_list, "set key_lengths: true")
         require(self.window is None or self.mask == "causal", "window-causal", "window", self.window, "set mask: causal")
         cap = self.softcap
         legal = self.window is None or self.window <= MAX_WINDOW

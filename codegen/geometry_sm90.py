@@ -12,7 +12,7 @@ from .config import WARPGROUP_THREADS, Config, register_rules, require, require_
 from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, WGMMA_TILE_ROWS, Geometry, Region, common, place
 
 # What the shared-key kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "exact"})
+FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "exact"})
 MMA_M = 64
 MMA_K = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary

@@ -62,6 +62,8 @@ class FeatureProblem:
             # What lies past a sequence's end is no page: reading it would show.
             table = np.where(np.arange(room)[None, :] * page < np.array(lengths)[:, None], places, 1 << 30).astype(np.int32)
             self.arrays |= {"block_table": table, "max_keys": most}
+            if c.page_list:
+                self.list_pages(rng, table, pages)
             self.k, self.v = pages
         elif heads_first:
             self.k, self.v = (np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in pairs)
@@ -70,6 +72,20 @@ class FeatureProblem:
         self.out = np.empty(self.q.shape, DTYPES[c.out_dtype])
         self.lse = np.empty((heads, total) if c.ragged_queries else (batch, heads, queries[0]), np.float32)
         self.poison()
+
+    def list_pages(self, rng: np.random.Generator, table: np.ndarray, pages: np.ndarray) -> None:
+        """Lists some of each sequence's pages, and with one in four a page too many at the end; the others hold NaN from now on."""
+        page, listed = pages.shape[2], np.full(table.shape, 1 << 30, np.int32)
+        page_places = np.full(table.shape, 2**31 - 1, np.int32)
+        for b, length in enumerate(self.lengths):
+            live = -(-length // page)
+            chosen = np.flatnonzero(rng.random(live) < 0.6)
+            pages[:, table[b, np.setdiff1d(np.arange(live), chosen)]] = np.nan
+            listed[b, : len(chosen)], page_places[b, : len(chosen)] = table[b, chosen], chosen
+            if len(chosen) < table.shape[1]:
+                # The first place that is not of the sequence ends the list.
+                page_places[b, len(chosen)] = live
+        self.arrays |= {"block_table": listed, "page_places": page_places}
 
     def poison(self) -> None:
         self.out[:] = np.nan
@@ -98,6 +114,7 @@ class FeatureProblem:
 # config fields, (queries, lengths, group, kv_heads), launch options
 Case = tuple[dict[str, Any], tuple[list[int], list[int], int, int], dict[str, Any]]
 RAGGED = {"ragged_queries": True, "key_lengths": True}
+LISTED = PAGED | {"page_list": True}
 CASES: list[Case] = [
     ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
     ({"key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 150, 0], 5, 1), {"partition_keys": 64}),
@@ -123,6 +140,19 @@ CASES: list[Case] = [
     ({"sinks": True, "key_lengths": True}, ([1] * 3, [0, 1, 130], 12, 1), {}),
     ({"sinks": True, "warpgroups": 2}, ([2], [300], 5, 2), {"partition_keys": 64}),
     ({"sinks": True, "ov_depth": 128, "mask": "causal", "window": 128}, ([1] * 2, [520, 520], 8, 1), {"partition_keys": 64}),
+    *(
+        (LISTED | {"page_size": page} | fields, shape, options)
+        for page, fields, shape, options in (
+            (16, {}, ([1] * 4, [0, 5, 200, 133], 8, 1), {}),
+            (16, {"mask": "causal"}, ([4] * 3, [300, 2, 150], 5, 1), {"partition_keys": 64, "ctas": 3}),
+            (64, {"mask": "causal", "warpgroups": 2}, ([2], [700], 8, 1), {"partition_keys": 256}),
+            (128, {"mask": "causal", "sinks": True}, ([3], [500], 8, 1), {}),
+            (1, {"mask": "causal"}, ([2], [150], 4, 1), {}),
+            (16, {"mask": "causal", "window": 150}, ([4] * 2, [0, 450], 5, 1), {"partition_keys": 64}),
+            (32, {"mask": "causal", "window": 230, "warpgroups": 2, "rescale": "exact"}, ([17], [500], 2, 1), {"partition_keys": 192}),
+            (16, {"mask": "causal", "ragged_queries": True}, ([4, 1, 9], [100, 0, 222], 6, 1), {"ctas": 2}),
+        )
+    ),
     (RAGGED, ([1, 0, 5, 3], [90, 10, 0, 200], 5, 1), {}),
     (RAGGED | {"mask": "causal"}, ([17, 1, 4], [60, 150, 4], 2, 2), {"partition_keys": 64}),
     (RAGGED | {"mask": "causal", "warpgroups": 2, "out_dtype": "float32"}, ([3, 4, 1], [60, 150, 300], 8, 1), {"partition_keys": 64}),

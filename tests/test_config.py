@@ -118,6 +118,8 @@ def test_name_is_the_stem_of_the_file(tmp_path: Path) -> None:
         ({"tile_rows": 64}, "tile-rows", "tile_rows"),
         ({"tile_rows": 12}, "tile-rows", "tile_rows"),
         ({"group": 0}, "group", "group"),
+        ({"page_list": True}, "page-size", "page_list"),
+        ({"page_list": True, "kv_layout": "paged", "page_size": 16}, "page-list-lengths", "page_list"),
         ({"group": -6}, "group", "group"),
         ({"group": 1025}, "group", "group"),
         ({"group": 10**30}, "group", "group"),
