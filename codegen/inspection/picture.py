@@ -377,22 +377,26 @@ def _signals(geo: Geometry, role: str) -> str:
     every = _indices(table)
 
     def families(barriers: Iterable[pipeline.Mbarrier]) -> str:
-        shown = []
-        for family, own in _indices(barriers).items():
-            first = {index[:3] for index in own}  # such as "[0]" of "[0][1]"
-            if len(own) == 1:
-                shown.append(family + own[0])
-            elif own == every[family]:
-                shown.append(f"{family}[*]")
-            elif len(first) == 1 and len(own) == sum(index[:3] in first for index in every[family]):
-                shown.append(f"{family}{first.pop()}[*]")
-            else:
-                shown += [family + index for index in own]
-        return ", ".join(shown) or "none"
+        return ", ".join(_shown(family, own, every[family]) for family, own in _indices(barriers).items()) or "none"
 
     waits = families(barrier for barrier in table if role in barrier.waits)
     signals = families(barrier for barrier in table if role in {arrival.role for arrival in barrier.arrivals})
     return f"waits for {waits}; signals {signals}"
+
+
+def _shown(family: str, own: list[str], every: list[str]) -> str:
+    """Some mbarriers of a family: all of it, all below one index, a run of neighbours, or each by itself."""
+    if len(own) == 1:
+        return family + own[0]
+    if own == every:
+        return f"{family}[*]"
+    within = own[0][: own[0].index("]") + 1]  # "[0]" of "[0][1]"
+    if within != own[0] and own == [index for index in every if index.startswith(within)]:
+        return f"{family}{within}[*]"
+    start = every.index(own[0])
+    if own == every[start : start + len(own)]:
+        return f"{family}{own[0][:-1]}-{own[-1][1:]}"
+    return ", ".join(family + index for index in own)
 
 
 def _indices(barriers: Iterable[pipeline.Mbarrier]) -> dict[str, list[str]]:
