@@ -28,7 +28,6 @@ MAX_PARTITIONS = 64
 MAX_CLUSTER = 4  # more would merge in fewer steps, but leave more SMs of a GPC without work
 KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
-MIN_SLOTS_PER_RING = 2
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 
 register_rules(
@@ -221,7 +220,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
 
     q_buffers = 2 if most_slots(2) * slot_bytes >= SECOND_Q_RING_BYTES else 1
     most = most_slots(q_buffers)
-    floor = MIN_SLOTS_PER_RING * warpgroups
+    # Slots of a tile are released one behind: the next one's MMAs are issued first. A tile of one slot has none to wait for.
+    tile_slots = depth // slot_depth
+    floor = min(tile_slots, 2) * warpgroups
     ring_slots = config.ring_slots or most
     given = config.ring_slots is not None
     key, value = ("ring_slots", ring_slots) if given else ("ov_depth", depth)
@@ -267,7 +268,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         slot_chunks=slot_chunks,
         box_chunks=1 if small_pages else slot_chunks,
         box_keys=box_keys,
-        tile_slots=depth // slot_depth,
+        tile_slots=tile_slots,
         k_steps=MMA_M // MMA_K,
         k_step_units=MMA_K * OPERAND_BYTES // DESCRIPTOR_UNIT_BYTES,
         v_step_units=MMA_K * SWIZZLE_BYTES // DESCRIPTOR_UNIT_BYTES,
@@ -339,7 +340,12 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
 
     q_buffers = 2 if most_slots(2) * slot_bytes >= SECOND_Q_RING_BYTES else 1
     most = most_slots(q_buffers)
-    floor = MIN_SLOTS_PER_RING * m_pack
+    warp_rows = min(tile_rows, WARP_THREADS)
+    key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
+    if key_steps == 2 and tile_rows > WARP_THREADS and not config.use_fma:
+        key_steps = 4  # two row warps a part and scores scaled beforehand: half a tile's scores would not fit either
+    # In several steps K of a tile is still needed when V of it is waited for.
+    floor = min(key_steps, 2) * m_pack
     ring_slots = config.ring_slots or most
     key, value = ("ring_slots", ring_slots) if config.ring_slots is not None else ("ov_depth", depth)
     remedy = f"use a multiple of {m_pack} from {floor} to {most}"
@@ -350,11 +356,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", key, value, remedy, f"{ring_slots} slots need {smem_bytes:,}")
 
     part_warps = rows // WARP_THREADS
-    warp_rows = min(tile_rows, WARP_THREADS)
     merge_row_quads = partial_floats // 4 // WARPGROUP_THREADS
-    key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
-    if key_steps == 2 and tile_rows > WARP_THREADS and not config.use_fma:
-        key_steps = 4  # two row warps a part and scores scaled beforehand: half a tile's scores would not fit either
     # A producer warp for each ring and one for Q, filled up to whole warpgroups: with m_pack 4 the second of them leaves the consumers too
     # few registers, and setmaxnreg gives back what producers do not need.
     producer_warps = -(-(m_pack + 1) // 4) * 4

@@ -1,7 +1,8 @@
 """Every geometry rule keeps something from going wrong: one step inside it a kernel is clean, one step outside, with the rule switched off,
 ptxas or the launch refuses it, or the emulator finds a hang, a race, an access out of bounds or a wrong value.
 
-Configs at the very limit are clean: the rules refuse no more than they have to, but for the ring's floor on sm_90a and packs of one.
+Configs at the very limit are clean: the rules refuse no more than they have to. That m_pack is 2 or 4 is a choice on one side, see
+test_packs_of_one_and_eight.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import itertools
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fa4gen.codegen import compiler, reference, render
+from fa4gen.codegen import artifacts, compiler, reference, render
 from fa4gen.codegen.attention import attention_launch
 from fa4gen.codegen.backends import BackendError, Compiled
 from fa4gen.codegen.backends.emulator import EmulatorBackend
-from fa4gen.codegen.config import Config, ConfigError, disabled_rules, parse_config
+from fa4gen.codegen.config import RULES, Config, ConfigError, disabled_rules, parse_config
 from fa4gen.codegen.geometry import all_rules, derive
 
 pytestmark = pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC is not installed")
@@ -67,15 +69,20 @@ def problem(depth: int, q_depth: int) -> tuple[np.ndarray, ...]:
     return q, k, v, *reference.attention(q, k, v, scale=depth**-0.5, causal=False)
 
 
-def outcome(config: Config, arch: str, text: str | None = None, *, seed: int = 0, q_depth: int | None = None) -> str:
-    """What is wrong with a run: "refused" by ptxas or the launch, kinds of hazards, "value", or nothing. text: another attention.cu."""
+def outcome(
+    config: Config, arch: str, text: str | None = None, *, seed: int = 0, q_depth: int | None = None, partition_keys: int | None = None
+) -> str:
+    """What is wrong with a run: "refused" by ptxas or the launch, "no kernel", kinds of hazards, "value", "spills" (registers, which emit
+    refuses), or nothing. text: another attention.cu."""
     depth = config.ov_depth
     q, k, v, out_expected, lse_expected = problem(depth, depth if q_depth is None else q_depth)
     out, lse = np.full(q.shape, np.nan, q.dtype), np.full((1, 8, 4), np.nan, np.float32)
     try:
+        if text is None and not render.has_attention(config, arch):
+            return "no kernel"
         source = render.render(config, arch)["attention.cu"] if text is None else text
         module = compiler.compile_source(source, arch, "attention.cu")
-        launch = attention_launch(config, derive(config, arch), q, k, v, out, lse)
+        launch = attention_launch(config, derive(config, arch), q, k, v, out, lse, partition_keys=partition_keys)
         hazards = EmulatorBackend(seed=seed).run(Compiled(arch, module.ptx), launch).hazards
     except (compiler.CompileError, BackendError):
         return "refused"
@@ -91,7 +98,13 @@ def outcome(config: Config, arch: str, text: str | None = None, *, seed: int = 0
         np.linalg.norm(ours - out_expected) <= OUT_BOUND * np.linalg.norm(out_expected)
         and (np.abs(lse - lse_expected) <= LSE_BOUND + 2.0**-20 * np.abs(lse_expected)).all()
     )
-    return "" if right else "value"
+    if not right:
+        return "value"
+    try:
+        artifacts.spill_gate(config, module)
+    except artifacts.EmitError:
+        return "spills"
+    return ""
 
 
 # Rule -> mode, target, fields one step inside, fields one step outside, other rules that the step breaks as well, what must be found.
@@ -133,6 +146,10 @@ TIGHT: list[tuple[str, str, str, dict[str, Any], dict[str, Any], tuple[str, ...]
         "key-split-depth", "G", "sm_100a", {"ov_depth": 128}, {"ov_depth": 256, "block_keys": 128},
         ("tmem-columns", "epilogue-arena"), "tmem_allocation",
     ),
+    # One warpgroup has the room, but a thread's share of the merge is 64 columns of four parts beside its own: not in its registers.
+    ("key-split-depth", "G", "sm_100a", {"ov_depth": 128, "warpgroups": 1}, {"ov_depth": 256, "warpgroups": 1}, (), "spills"),
+    # Two slots of K depth and four of V: S lacks half of the depth.
+    ("ring-walk", "S", "sm_100a", {"ov_depth": 256}, {"ov_depth": 256, "qk_depth": 128}, ("equal-depths",), "value"),
     # A V tile of layout E is cut along its keys into as many chunks as K is along the depth.
     (
         "key-chunk-divides", "E", "sm_100a", {"ov_depth": 128}, {"ov_depth": 128, "qk_depth": 192},
@@ -168,18 +185,6 @@ def test_smem_bytes_on_sm_90a(mode: str, depth: int, step: int) -> None:
         assert outcome(parse_config(more), "sm_90a") == "refused"
 
 
-def test_key_split_depth_spills_in_one_warpgroup() -> None:
-    """One warpgroup leaves room for the O of four partitions 256 deep, but a thread's share of the merge does not fit its registers."""
-
-    def spills(depth: int) -> int:
-        source = render.render(parse_config(fields_of("G", {"ov_depth": depth, "warpgroups": 1})), "sm_100a")["attention.cu"]
-        return sum(kernel.spill_store_bytes for kernel in compiler.compile_source(source, "sm_100a", "attention.cu").kernels.values())
-
-    assert spills(128) == 0
-    with disabled_rules("key-split-depth"):
-        assert spills(256) > 0
-
-
 def with_slots(config: Config, slots: int) -> str:
     """attention.cu that uses `slots` of the slots it has: its memory map, and with it the room of the epilogue, stay as they are."""
     text = render.render(config, "sm_100a")["attention.cu"]
@@ -210,13 +215,6 @@ def test_ring_walk(mode: str, depth: int, old: str, new: str) -> None:
     text = render.render(config, "sm_100a")["attention.cu"]
     assert old in text
     assert all(outcome(config, "sm_100a", text.replace(old, new), seed=seed) for seed in range(2))
-
-
-def test_packs_of_eight_have_no_mma() -> None:
-    """m_pack is 2 or 4: 8 would need M = 16."""
-    config = Config.model_construct(**fields_of("S", {"ov_depth": 256, "m_pack": 8, "rows": 16, "arch": ("sm_100a",)}))
-    with disabled_rules(*all_rules()):
-        assert outcome(config, "sm_100a") == "refused"
 
 
 CONSEQUENCES = ("key-chunk-divides", "ring-walk", "sub-tile-bytes")
@@ -259,17 +257,49 @@ def test_one_ring_slot_does_not_hang_where_every_slot_is_released_alone(mode: st
     assert [outcome(config, "sm_100a", with_slots(config, 1), seed=seed) for seed in range(2)] == ["", ""]
 
 
-@pytest.mark.parametrize(("mode", "depth", "slots"), [("G", 64, 4), ("S", 128, 1)])
-def test_one_slot_a_ring_does_not_hang_where_a_slot_is_a_tile(mode: str, depth: int, slots: int) -> None:
-    """The same on sm_90a: K of a tile is released before V of it is waited for."""
-    fields = fields_of(mode, {"ov_depth": depth, "ring_slots": slots, "warpgroups": 1}, "sm_90a")
-    assert broken_rules(fields) == ("ring-floor",)
-    with disabled_rules("ring-floor"):
-        assert [outcome(parse_config(fields), "sm_90a", seed=seed) for seed in range(2)] == ["", ""]
+@pytest.mark.parametrize(
+    ("mode", "fields"),
+    [
+        ("S", {"ov_depth": 128, "ring_slots": 1, "warpgroups": 1}),
+        ("S", {"ov_depth": 128, "ring_slots": 2, "warpgroups": 2}),
+        ("G", {"ov_depth": 64, "ring_slots": 4}),
+        ("G", {"ov_depth": 128, "ring_slots": 4, "tile_rows": 16}),
+        ("E", {"ov_depth": 64, "ring_slots": 2}),
+    ],
+)
+@pytest.mark.parametrize("partition_keys", [None, 192])
+def test_one_slot_a_ring_on_sm_90a(mode: str, fields: dict[str, Any], partition_keys: int | None) -> None:
+    """Where a slot is a tile that is worked through in one step: K of a tile is released before V of it is waited for."""
+    config = parse_config(fields_of(mode, fields, "sm_90a"))
+    assert [outcome(config, "sm_90a", seed=seed, partition_keys=partition_keys) for seed in range(2)] == ["", ""]
 
 
-def test_a_pack_of_one_works_in_shared_key() -> None:
-    """m_pack 1 (rows 128) is left out for want of a use: its one part needs no exchange."""
-    config = Config.model_construct(**fields_of("S", {"ov_depth": 64, "m_pack": 1, "rows": 128, "warpgroups": 1, "arch": ("sm_100a",)}))
+PACKS: list[tuple[str, str, dict[str, Any], str]] = [
+    # M = 16 is none of an MMA.
+    ("S", "sm_100a", {"ov_depth": 256, "m_pack": 8, "rows": 16}, "refused"),
+    # The combine is of two or four parts.
+    ("G", "sm_100a", {"ov_depth": 64, "m_pack": 8, "rows": 16}, "refused"),
+    ("G", "sm_100a", {"ov_depth": 64, "m_pack": 1, "rows": 128}, "refused"),
+    # A thread would hold a whole row of O.
+    ("S", "sm_100a", {"ov_depth": 256, "m_pack": 1, "rows": 128, "warpgroups": 1}, "spills"),
+    ("S", "sm_90a", {"ov_depth": 64, "m_pack": 1, "rows": 128, "warpgroups": 1}, "no kernel"),
+    # Here it works: the one point where the rule is a choice. With one part there is nothing to pack, to exchange or to combine.
+    ("S", "sm_100a", {"ov_depth": 64, "m_pack": 1, "rows": 128}, ""),
+]
+
+
+@pytest.mark.parametrize(("mode", "arch", "fields", "found"), PACKS)
+def test_packs_of_one_and_eight(mode: str, arch: str, fields: dict[str, Any], found: str) -> None:
+    config = Config.model_construct(**fields_of(mode, fields, arch) | {"arch": (arch,)})
     with disabled_rules(*all_rules()):
-        assert outcome(config, "sm_100a") == ""
+        assert outcome(config, arch) == found
+
+
+def test_every_geometry_rule_is_shown() -> None:
+    """Every rule that a geometry checks for sm_100a, and those of the fields that it builds on."""
+    sources = "".join((Path(render.__file__).parent / name).read_text() for name in ("geometry_sm100.py", "geometry.py"))
+    checked = set(re.findall(r'^ +"([a-z-]+)",$|require\(.*?, "([a-z-]+)",', sources, re.MULTILINE))
+    rules = {rule for pair in checked for rule in pair if rule} & set(RULES)
+    assert {"block-keys", "tmem-columns", "smem-bytes", "ring-floor", "epilogue-arena", "ring-walk"} <= rules
+    rules |= {"pack-fills-warpgroup", "equal-depths", "key-split-depth"}
+    assert rules - {rule for rule, *_ in TIGHT} == {"arch-enabled", "split-key-tiles"}  # of targets and launches
