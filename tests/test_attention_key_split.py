@@ -69,8 +69,8 @@ def test_shared_memory_and_registers_fit(depth, pack, rows, out_dtype):
         ({"block_keys": 256}, "wgmma-key-tile"),
         ({"warpgroups": 2}, "key-split-warpgroups"),
         ({"ring_slots": 10}, "ring-per-part"),
-        ({"ring_slots": 4}, "ring-floor"),
-        ({"ring_slots": 2, **M2}, "ring-floor"),
+        ({"ring_slots": 4, "ov_depth": 128}, "ring-floor"),
+        ({"ring_slots": 2, "ov_depth": 128, **M2}, "ring-floor"),
         ({"ring_slots": 40}, "smem-bytes"),
     ],
 )
