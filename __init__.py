@@ -9,4 +9,8 @@ def __getattr__(name: str) -> object:
         from .codegen.api import attention
 
         return attention
+    if name == "load_exported":
+        from .codegen.exported import load_exported
+
+        return load_exported
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

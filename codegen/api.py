@@ -1,36 +1,32 @@
 """`fa4gen.attention`: one call on the arrays of any framework with DLPack.
 
 What a call needs beyond its pointers - config, kernel, grid, tensor map shapes, workspace sizes - is a plan, made once for each
-combination of shapes, strides and types. A later call looks its plan up, writes pointers and launches: it allocates nothing and waits for
-nothing, so it can be captured in a CUDA graph.
+combination of shapes, strides and types. What it needs with its pointers is kept too, for addresses seen lately: such a call is one look-up
+and the launch. It allocates nothing and waits for nothing, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import mmap
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from . import compiler
+from . import driver
 from .attention import Workspace, attention_entry_info, attention_launch, entry_config
 from .backends import BackendError, Compiled, Launch
 from .config import Config, ConfigError, load_config, parse_config
 from .emulator import TensorMap, Uninitialized
 from .geometry import derive
-from .render import render
 from .units import DTYPES
-
-if TYPE_CHECKING:
-    from .driver import Device
 
 # What an array may be; which of these a kernel takes is checked by argument.
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -48,6 +44,7 @@ _DLPACK_DTYPES = {
     (10, 8): "float8_e4m3fn",
 }
 _DLPACK_CUDA = 2
+_LOCK = driver.LOCK
 DEPTHS = (64, 128, 256, 512)
 # Names of the arrays in attention(), and of what the kernel's argument list calls them.
 _EXTRAS = {
@@ -150,9 +147,9 @@ def choose_config(
     page_size: int | None,
     key_lengths: bool,
     ragged_queries: bool,
+    page_list: bool,
     exact: bool,
     arch: str,
-    page_list: bool = False,
 ) -> Config:
     """The config that `attention` generates for what a call asks. Raises ValueError where there is none, TypeError for its types."""
     if depth not in DEPTHS:
@@ -299,12 +296,80 @@ def _swapped(array: View) -> View:
     return View(array.pointer, (a, c, b, d), (s, u, t, w), array.dtype, array.device)
 
 
+# What a call asks of a config beside its target, in the order of choose_config's arguments.
+ASKED = (
+    *("q's head dim", "q's dtype", "k's dtype", "out's dtype", "causal", "window", "softcap", "sinks"),
+    *("block_table (page size)", "seqused_k", "cu_seqlens_q", "page_places"),
+)
+
+
+def _has(config: Config) -> tuple[Any, ...]:
+    """What `config` is made for, as ASKED."""
+    return (
+        *(config.ov_depth, config.dtype, config.kv_dtype or config.dtype, config.out_dtype, config.mask == "causal"),
+        *(config.window, config.softcap, config.sinks, config.page_size, config.key_lengths, config.ragged_queries),
+        config.page_list,
+    )
+
+
+def require_config(config: Config, asked: tuple[Any, ...], arch: str) -> None:
+    """Raises ValueError naming the first of ASKED that `config` is not made for, or the target."""
+    for name, call, fixed in zip(ASKED, asked, _has(config), strict=True):
+        if call != fixed:
+            raise ValueError(f"{name}: the call has {call}, config {config.name} has {fixed}")
+    if arch not in config.arch:
+        raise ValueError(f"config {config.name} is for {', '.join(config.arch)}, not for {arch}")
+
+
+class Kernels(Protocol):
+    """Where the kernels of a call come from."""
+
+    def config(self, ref: Config | str) -> Config:
+        """The config that a caller names."""
+        ...
+
+    def choose(self, asked: tuple[Any, ...], exact: bool, arch: str) -> Config:
+        """The config for a call that names none. exact: rows whose bits depend on no other row are wanted, where the target has that.
+
+        Raises ValueError or TypeError naming the argument.
+        """
+        ...
+
+    def compiled(self, config: Config, arch: str) -> Compiled:
+        """Raises what says in one line why there is none."""
+        ...
+
+
+class Generated:
+    """Kernels rendered and compiled when they are first asked for."""
+
+    def config(self, ref: Config | str) -> Config:
+        return _loaded(ref) if isinstance(ref, str) else ref
+
+    def choose(self, asked: tuple[Any, ...], exact: bool, arch: str) -> Config:
+        return choose_config(*asked, exact and _supports_exact(arch), arch)
+
+    def compiled(self, config: Config, arch: str) -> Compiled:
+        # Imported here: exported kernels are launched without a compiler and without Jinja.
+        from .compiler import compile_source
+        from .render import render
+
+        module = compile_source(render(config, arch)["attention.cu"], arch, "attention.cu")
+        return Compiled(arch, module.ptx, module.cubin)
+
+
+@lru_cache(maxsize=64)
+def _loaded(ref: str) -> Config:
+    return load_config(ref)
+
+
 def plan_launch(
     arrays: Mapping[str, View],
     stand_ins: Mapping[str, np.ndarray],
     options: Options,
     arch: str,
     ctas: int | None,
+    kernels: Kernels | None = None,
     allocate: Callable[[tuple[int, ...], Any], np.ndarray] = unbacked,
 ) -> Any:
     """(config, launch, argument names) for arrays that passed _check; `stand_ins` are those of the launch, out and lse included.
@@ -318,26 +383,12 @@ def plan_launch(
     config = options.config
     asked = (
         *(q.shape[-1], q.dtype, k.dtype, arrays["out"].dtype, options.causal, options.window, options.softcap, "sinks" in arrays),
-        *(None if table is None else k.shape[1], "seqused_k" in arrays, "cu_seqlens_q" in arrays),
+        *(None if table is None else k.shape[1], "seqused_k" in arrays, "cu_seqlens_q" in arrays, "page_places" in arrays),
     )
-    listed = "page_places" in arrays
     if config is None:
-        config = choose_config(*asked, options.split_size is not None and _supports_exact(arch), arch, listed)
+        config = (kernels or Generated()).choose(asked, options.split_size is not None, arch)
     else:
-        has = (
-            *(config.ov_depth, config.dtype, config.kv_dtype or config.dtype, config.out_dtype, config.mask == "causal"),
-            *(config.window, config.softcap, config.sinks, config.page_size, config.key_lengths, config.ragged_queries),
-            config.page_list,
-        )
-        names = (
-            *("q's head dim", "q's dtype", "k's dtype", "out's dtype", "causal", "window", "softcap", "sinks"),
-            *("block_table (page size)", "seqused_k", "cu_seqlens_q", "page_places"),
-        )
-        for name, call, fixed in zip(names, (*asked, listed), has, strict=True):
-            if call != fixed:
-                raise ValueError(f"{name}: the call has {call}, config {config.name} has {fixed}")
-        if arch not in config.arch:
-            raise ValueError(f"config {config.name} is for {', '.join(config.arch)}, not for {arch}")
+        require_config(config, asked, arch)
     geo = derive(config, arch)
     q_len = options.max_seqlen_q or q.shape[1]
     entry = derive(entry_config(config, arch, q_len, q.shape[-2] // k.shape[2]), arch)
@@ -369,106 +420,122 @@ def plan_launch(
     return config, launch, arguments
 
 
-def _compiled(config: Config, arch: str) -> Compiled:
-    module = compiler.compile_source(render(config, arch)["attention.cu"], arch, "attention.cu")
-    return Compiled(arch, module.ptx, module.cubin)
-
-
 # --- on a GPU ------------------------------------------------------------------------------------------------------------------
 
 
-class Plan:
-    """A launch whose parameters lie packed in host memory; `enqueue` writes this call's pointers into it and launches.
+class Ready:
+    """A launch with its parameters in place: `enqueue` launches it, and again."""
 
-    Tensor maps are encoded again only for addresses not seen lately.
-    """
+    __slots__ = ("_keep", "_launch", "_number", "_space", "_table", "plan")
+
+    def __init__(self, plan: Plan, stream: _InStream, table: Any, keep: Any) -> None:
+        self.plan = plan
+        self._space, self._number, self._launch = stream.space, stream.number, stream.launch.enqueue
+        self._table, self._keep = table, keep
+
+    def enqueue(self) -> None:
+        """Launches, with the workspace's next number. Raises RuntimeError."""
+        with _LOCK:
+            self._number.value = self._space.next_number()
+            self._launch(self._table)
+
+    def enqueue_again(self) -> None:
+        """Launches with the number of the last time, as a graph does: the driver's call and no more. Raises RuntimeError."""
+        with _LOCK:
+            self._launch(self._table)
+
+
+class _InStream:
+    """A plan's part for one stream: that stream's workspace and the launch into it."""
+
+    def __init__(self, plan: Plan, stream: int) -> None:
+        self.space = plan.device.workspace(stream)
+        self.launch = driver.KernelLaunch(plan.device, plan.function, plan.launch, stream)
+        self.number = ctypes.c_uint32(0)
+        self.workspace = {name: self.space.reserve(name, nbytes) for name, nbytes in plan.workspace}
+
+
+class Plan:
+    """All of a launch but its addresses and its stream."""
 
     MAPS_KEPT = 512
 
-    def __init__(self, device: Device, compiled: Compiled, launch: Launch, arguments: list[str]) -> None:
-        from . import driver
-
+    def __init__(self, device: driver.Device, compiled: Compiled, launch: Launch, arguments: list[str], options: Options) -> None:
         self.device = device
-        self._launch = driver.KernelLaunch(device, compiled, launch)
-        self._table = (ctypes.c_void_p * len(arguments))()
-        self._keep: list[Any] = []
-        self._maps: list[tuple[int, str, TensorMap, dict[int, Any]]] = []
-        self._pointers: list[tuple[str, Any]] = []
+        self.launch = dataclasses.replace(launch, args=())
+        self.function = device.function(compiled, launch.entry, launch.smem_bytes)
+        # Alive as long as the plan: a call is known by its config's identity.
+        self.options = options
         self.workspace: list[tuple[str, int]] = []
-        self._number: Any = None
-        inverse = {kernel: call for call, kernel in _EXTRAS.items()} | {"lse": "lse"}
+        self._arguments = len(arguments)
+        self._scalars: list[tuple[int, Any]] = []
+        self._maps: list[tuple[int, str, TensorMap, dict[int, Any]]] = []
+        self._pointers: list[tuple[int, str]] = []
+        self._number_index: int | None = None
+        self._streams: dict[int, _InStream] = {}
+        inverse = {kernel: call for call, kernel in _EXTRAS.items()}
         for index, (name, value) in enumerate(zip(arguments, launch.args, strict=True)):
             argument = value.array if isinstance(value, Uninitialized) else value
             if isinstance(argument, TensorMap):
-                self._maps.append((index, _MAPS[name], argument, {}))
-                continue
-            if isinstance(argument, np.ndarray):
-                cell: Any = ctypes.c_uint64(0)
-                if name in inverse:
-                    self._pointers.append((inverse[name], cell))
-                else:
+                # A map's stand-in is planned with; what is encoded are its numbers.
+                self._maps.append((index, _MAPS[name], driver.without_array(argument), {}))
+            elif isinstance(argument, np.ndarray):
+                self._pointers.append((index, inverse.get(name, name)))
+                if name not in inverse and name != "lse":
                     self.workspace.append((name, argument.nbytes))
-                    self._pointers.append((name, cell))
             elif name == "launch":
-                cell = self._number = ctypes.c_uint32(0)
+                self._number_index = index
             else:
                 raw = np.asarray(argument).tobytes()
-                cell = ctypes.create_string_buffer(raw, len(raw))
-            self._keep.append(cell)
-            self._table[index] = ctypes.addressof(cell)
-        # A map's stand-in is planned with; what is encoded are its numbers.
-        self._maps = [(index, name, driver.without_array(tensor_map), kept) for index, name, tensor_map, kept in self._maps]
+                self._scalars.append((index, ctypes.create_string_buffer(raw, len(raw))))
 
-    def enqueue(self, pointers: dict[str, int], stream: int) -> None:
-        """pointers: address of each array of the call, by its name; lse may be 0 for the workspace's own."""
-        from . import driver
-
-        with driver.LOCK:
-            space = self.device.workspace(stream)
-            for name, nbytes in self.workspace:
-                pointers[name] = space.reserve(name, nbytes)
-            table = self._table
+    def ready(self, pointers: Mapping[str, int], stream: int) -> Ready:
+        """The launch for the addresses of a call's arrays by name; what is not among them is the workspace's."""
+        with _LOCK:
+            own = self._streams.get(stream)
+            if own is None:
+                own = self._streams[stream] = _InStream(self, stream)
+            table = (ctypes.c_void_p * self._arguments)()
+            addresses = own.workspace | dict(pointers)
+            cells = (ctypes.c_uint64 * len(self._pointers))(*(addresses[name] for _, name in self._pointers))
+            keep: list[Any] = [cells]
+            for (index, _), place in zip(self._pointers, range(ctypes.addressof(cells), sys.maxsize, 8), strict=False):
+                table[index] = place
+            for index, scalar in self._scalars:
+                table[index] = ctypes.addressof(scalar)
+            if self._number_index is not None:
+                table[self._number_index] = ctypes.addressof(own.number)
             for index, name, tensor_map, kept in self._maps:
-                address = pointers[name]
-                encoded = kept.get(address)
-                if encoded is None:
-                    if len(kept) >= self.MAPS_KEPT:
-                        kept.clear()
-                    encoded = kept[address] = driver.encode(tensor_map, address)
+                encoded = self._encoded(tensor_map, addresses[name], kept)
+                keep.append(encoded)
                 table[index] = encoded.address
-            for name, cell in self._pointers:
-                cell.value = pointers[name]
-            if self._number is not None:
-                self._number.value = space.next_number()
-            self._launch.enqueue(table, stream)
+        return Ready(self, own, table, keep)
+
+    def _encoded(self, tensor_map: TensorMap, address: int, kept: dict[int, Any]) -> Any:
+        """A tensor map is encoded again only for an address not seen lately."""
+        encoded = kept.get(address)
+        if encoded is None:
+            if len(kept) >= self.MAPS_KEPT:
+                kept.clear()
+            encoded = kept[address] = driver.encode(tensor_map, address)
+        return encoded
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-MAX_PLANS = 4096
-_plans_lock = threading.Lock()
-
-
-def _make_plan(named: Mapping[str, Any], options: Options) -> Plan:
-    from . import driver
-
-    arrays = {name: view(name, array) for name, array in named.items()}
-    if options.kv_layout == "HND":
-        arrays |= {name: _swapped(arrays[name]) for name in ("k", "v") if len(arrays[name].shape) == 4}
-    elif options.kv_layout != "NHD":
-        raise ValueError(f"kv_layout is {options.kv_layout!r}; expected NHD or HND")
+def _make_plan(arrays: dict[str, View], options: Options, kernels: Kernels) -> Plan:
     _check(arrays, options)
     if arrays["q"].device < 0:
         raise ValueError("q is on the host; expected arrays on a CUDA device, or numpy arrays for the emulator")
     device = driver.device(arrays["q"].device)
     # A call without return_lse has its LSE in the workspace.
-    if "lse" not in arrays:
+    own_lse = "lse" not in arrays
+    if own_lse:
         q = arrays["q"].shape
         shape = (q[0], q[2], q[1]) if len(q) == 4 else (q[1], q[0])
         arrays["lse"] = View(0, shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), "float32", arrays["q"].device)
     stand_ins = {name: array.stand_in() for name, array in arrays.items()}
-    config, launch, arguments = plan_launch(arrays, stand_ins, options, device.arch, device.sms)
-    plan = Plan(device, _compiled(config, device.arch), launch, arguments)
-    if "lse" not in named:
+    config, launch, arguments = plan_launch(arrays, stand_ins, options, device.arch, device.sms, kernels)
+    plan = Plan(device, kernels.compiled(config, device.arch), launch, arguments, options)
+    if own_lse:
         plan.workspace.append(("lse", stand_ins["lse"].nbytes))
     return plan
 
@@ -485,7 +552,7 @@ def _host_view(name: str, array: np.ndarray) -> View:
     return View(0, array.shape, tuple(stride // array.itemsize for stride in array.strides), array.dtype.name, -1)
 
 
-def _emulate(named: dict[str, Any], options: Options) -> None:
+def _emulate(named: dict[str, Any], options: Options, kernels: Kernels) -> None:
     from .backends.emulator import EmulatorBackend
 
     for name, array in named.items():
@@ -498,8 +565,8 @@ def _emulate(named: dict[str, Any], options: Options) -> None:
     arrays = {name: _host_view(name, array) for name, array in named.items()}
     _check(arrays, options)
     arch = options.config.arch[0] if options.config else "sm_90a"
-    config, launch, _ = plan_launch(arrays, named, options, arch, None, np.zeros)
-    outcome = EmulatorBackend().run(_compiled(config, arch), launch)
+    config, launch, _ = plan_launch(arrays, named, options, arch, None, kernels, np.zeros)
+    outcome = EmulatorBackend().run(kernels.compiled(config, arch), launch)
     if outcome.hazards:
         raise BackendError(f"{launch.entry}: {outcome.hazards[0].kind}: {outcome.hazards[0].message}")
 
@@ -507,136 +574,175 @@ def _emulate(named: dict[str, Any], options: Options) -> None:
 # --- the call ------------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def _loaded(config: Config | str) -> Config:
-    return load_config(config) if isinstance(config, str) else config
+class Attention:
+    """`attention` on the kernels of one source.
 
-
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    config: Config | str | None = None,
-    block_table: Any = None,
-    seqused_k: Any = None,
-    cu_seqlens_q: Any = None,
-    max_seqlen_q: int | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scale: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    out: Any = None,
-    return_lse: bool = False,
-    stream: Any = None,
-    kv_layout: Literal["NHD", "HND"] = "NHD",
-    page_places: Any = None,
-) -> Any:
-    """Softmax attention of few queries over many keys, in one kernel. Returns out, or (out, lse) with return_lse.
-
-    q: [batch, q_len, q_heads, d], or [total_q, q_heads, d] with cu_seqlens_q; bfloat16 or float16, contiguous; d is 64, 128, 256 or 512.
-    k, v: [batch, keys, kv_heads, d], or pages [pages, page, kv_heads, d] with block_table; kv_layout "HND" swaps their middle axes. q's
-    dtype, or float8_e4m3fn with k_scale and v_scale. d is contiguous, other strides are multiples of 16 bytes.
-    All arrays are of one framework with DLPack and on one GPU. numpy arrays run on the emulator, for tests: seconds, not microseconds.
-
-    config: a Config, or its name or file; default: generated from what the call asks.
-    block_table: [batch, pages] int32, pages of each sequence. seqused_k: [batch] int32, keys of each sequence. Both are read on the device:
-    what they hold is not checked, an entry of block_table past a sequence's end is not read, and a length beyond the keys counts as all.
-    page_places: as block_table, which then lists chosen pages (block-sparse): the place of each in its sequence, ascending; a place at or
-    past the sequence's end (2^31 - 1, say) ends the list. Only listed pages are read. seqused_k counts the whole sequence, and causal
-    and window go by it and by the places.
-    cu_seqlens_q: [batch + 1] int32, first query of each sequence and the end; max_seqlen_q: the most queries of a sequence.
-    causal: query i of n sees keys <= keys - n + i. window: and only the last `window` of them. softcap: s = softcap tanh(s / softcap).
-    sinks: [q_heads] float32, a logit of each head that takes part in the softmax without a value. scale: default 1 / sqrt(d).
-    k_scale, v_scale: [kv_heads] float32.
-    num_splits: partitions of the keys that CTAs share out. split_size: keys of a partition instead, a multiple of the key tile, which
-    makes a sequence's result the same bits in any batch. Neither: as many as are expected to finish first.
-    out: written instead of a new array (needed where the framework is not torch); its dtype may be bfloat16, float16 or float32. A pair
-    (out, lse) with return_lse. lse: [batch, q_heads, q_len], or [q_heads, total_q], float32, natural logarithm.
-    stream: a CUstream handle or an object with cuda_stream or ptr; default: torch's current stream, else the default stream.
-
-    After the first call of its shapes a call neither allocates (torch's new outputs aside) nor waits, so it can be captured in a CUDA
-    graph. Launches in one stream share a workspace: replays of graphs captured in one stream must not overlap.
-    Raises TypeError and ValueError naming the argument, RuntimeError for the GPU and its driver; nothing is launched then.
+    A call is known by its options, and by shape, strides, type and address of every array: then it is ready and only launched. Else its
+    plan is looked up by all but the addresses, and made if it is new.
     """
-    named = {"q": q, "k": k, "v": v}
-    if block_table is not None:
-        named["block_table"] = block_table
-    if page_places is not None:
-        named["page_places"] = page_places
-    if seqused_k is not None:
-        named["seqused_k"] = seqused_k
-    if cu_seqlens_q is not None:
-        named["cu_seqlens_q"] = cu_seqlens_q
-    if sinks is not None:
-        named["sinks"] = sinks
-    if k_scale is not None:
-        named["k_scale"] = k_scale
-    if v_scale is not None:
-        named["v_scale"] = v_scale
-    chosen = None if config is None else _loaded(config)
-    torch = sys.modules.get("torch")
-    on_torch = torch is not None and isinstance(q, torch.Tensor)
-    lse = None
-    if return_lse and isinstance(out, tuple):
-        out, lse = out
-    if isinstance(q, np.ndarray):
+
+    MAX_PLANS = 4096
+    MAX_READY = 4096
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._ready: dict[tuple[Any, ...], tuple[Ready, Config | None]] = {}
+        self.latest: Ready | None = None  # made ready last
+
+    def forget(self) -> None:
+        """Drops every plan. What graphs have captured goes on to work."""
+        self._plans.clear()
+        self._ready.clear()
+        self.latest = None
+
+    def attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        config: Config | str | None = None,
+        block_table: Any = None,
+        seqused_k: Any = None,
+        cu_seqlens_q: Any = None,
+        max_seqlen_q: int | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        scale: float | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        num_splits: int | None = None,
+        split_size: int | None = None,
+        out: Any = None,
+        return_lse: bool = False,
+        stream: Any = None,
+        kv_layout: Literal["NHD", "HND"] = "NHD",
+        page_places: Any = None,
+    ) -> Any:
+        """Softmax attention of few queries over many keys, in one kernel. Returns out, or (out, lse) with return_lse.
+
+        q: [batch, q_len, q_heads, d], or [total_q, q_heads, d] with cu_seqlens_q; bfloat16 or float16, contiguous; d: 64, 128, 256 or 512.
+        k, v: [batch, keys, kv_heads, d], or pages [pages, page, kv_heads, d] with block_table; kv_layout "HND" swaps their middle axes. q's
+        dtype, or float8_e4m3fn with k_scale and v_scale. d is contiguous, other strides are multiples of 16 bytes.
+        All arrays are of one framework with DLPack and on one GPU. numpy arrays run on the emulator, for tests: seconds, not microseconds.
+
+        config: a Config, or its name or file; default: generated from what the call asks.
+        block_table: [batch, pages] int32, pages of each sequence. seqused_k: [batch] int32, keys of each sequence. Both are read on the
+        device: what they hold is not checked, an entry of block_table past a sequence's end is not read, and a length beyond the keys
+        counts as all.
+        page_places: as block_table, which then lists chosen pages (block-sparse): the place of each in its sequence, ascending; a place at
+        or past the sequence's end (2^31 - 1, say) ends the list. Only listed pages are read. seqused_k counts the whole sequence, and
+        causal and window go by it and by the places.
+        cu_seqlens_q: [batch + 1] int32, first query of each sequence and the end; max_seqlen_q: the most queries of a sequence.
+        causal: query i of n sees keys <= keys - n + i. window: and only the last `window` of them. softcap: s = softcap tanh(s / softcap).
+        sinks: [q_heads] float32, a logit of each head that takes part in the softmax without a value. scale: default 1 / sqrt(d).
+        k_scale, v_scale: [kv_heads] float32.
+        num_splits: partitions of the keys that CTAs share out. split_size: keys of a partition instead, a multiple of the key tile, which
+        makes a sequence's result the same bits in any batch. Neither: as many as are expected to finish first.
+        out: written instead of a new array (needed where the framework is not torch); its dtype may be bfloat16, float16 or float32. A pair
+        (out, lse) with return_lse. lse: [batch, q_heads, q_len], or [q_heads, total_q], float32, natural logarithm.
+        stream: a CUstream handle or an object with cuda_stream or ptr; default: torch's current stream, else the default stream.
+
+        After the first call of its shapes a call neither allocates (torch's new outputs aside) nor waits, so it can be captured in a CUDA
+        graph. Launches in one stream share a workspace: replays of graphs captured in one stream must not overlap.
+        Raises TypeError and ValueError naming the argument, RuntimeError for the GPU and its driver; nothing is launched then.
+        """
+        chosen = None if config is None else self._kernels.config(config)
+        torch = sys.modules.get("torch")
+        on_torch = torch is not None and isinstance(q, torch.Tensor)
+        lse = None
+        if return_lse and isinstance(out, tuple):
+            out, lse = out
+        key: tuple[Any, ...] | None = None
+        handle = 0
+        if torch is not None and on_torch:
+            # empty_like and new_empty take a fraction of the time of torch.empty with all its arguments.
+            if out is None:
+                out = torch.empty_like(q) if chosen is None else torch.empty_like(q, dtype=getattr(torch, chosen.out_dtype))
+            if return_lse and lse is None:
+                lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else q.shape[1::-1], dtype=torch.float32)
+            if stream is None:
+                handle = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0
+            else:
+                handle = stream if type(stream) is int else _stream_handle(stream)
+            try:
+                key = (
+                    *(handle, id(chosen), causal, window, softcap, scale, num_splits, split_size, max_seqlen_q, kv_layout),
+                    *(q.shape, q.stride(), q.dtype, q.data_ptr(), q.get_device()),
+                    *(k.shape, k.stride(), k.dtype, k.data_ptr(), k.get_device()),
+                    *(v.shape, v.stride(), v.dtype, v.data_ptr(), v.get_device()),
+                    *(out.shape, out.stride(), out.dtype, out.data_ptr(), out.get_device()),
+                )
+                if not (lse is block_table is page_places is seqused_k is cu_seqlens_q is sinks is k_scale is v_scale is None):
+                    key += tuple(
+                        None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr(), each.get_device())
+                        for each in (lse, block_table, page_places, seqused_k, cu_seqlens_q, sinks, k_scale, v_scale)
+                    )
+            except AttributeError:
+                # What is no tensor is named below.
+                key = None
+            else:
+                found = self._ready.get(key)
+                if found is not None:
+                    found[0].enqueue()
+                    return (out, lse) if return_lse else out
+
         options = Options(chosen, causal, window, softcap, scale, num_splits, split_size, max_seqlen_q, kv_layout)
-        if stream is not None:
-            raise ValueError("stream is given, but numpy arrays run on the emulator")
-        if out is None:
-            out = np.empty(q.shape, q.dtype if chosen is None else _DTYPES[chosen.out_dtype])
-        if lse is None:
-            lse = np.empty((q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (*q.shape[1::-1],), np.float32)
-        _emulate(named | {"out": out, "lse": lse}, options)
-        return (out, lse) if return_lse else out
-    if torch is not None and on_torch:
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype if chosen is None else getattr(torch, chosen.out_dtype), device=q.device)
-        if return_lse and lse is None:
-            shape = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        handle = torch._C._cuda_getCurrentRawStream(q.get_device()) if stream is None and q.is_cuda else stream
-    else:
-        if out is None or (return_lse and lse is None):
-            raise ValueError(
-                f"out is missing: only torch is asked for new arrays, q is a {type(q).__name__}; with return_lse give (out, lse)"
-            )
-        handle = 0 if stream is None else stream
-    named["out"] = out
-    if lse is not None:
-        named["lse"] = lse
-    pointers: dict[str, int] = {}
-    key: list[Any] = [chosen, causal, window, softcap, scale, num_splits, split_size, max_seqlen_q, kv_layout]
-    if on_torch:
-        try:
+        optional = {"block_table": block_table, "page_places": page_places, "seqused_k": seqused_k, "cu_seqlens_q": cu_seqlens_q}
+        optional |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+        named = {"q": q, "k": k, "v": v} | {name: array for name, array in optional.items() if array is not None}
+        if isinstance(q, np.ndarray):
+            if not isinstance(self._kernels, Generated):
+                raise TypeError("q is a numpy array, which runs on the emulator; exported kernels run on a GPU only")
+            if stream is not None:
+                raise ValueError("stream is given, but numpy arrays run on the emulator")
+            if out is None:
+                out = np.empty(q.shape, q.dtype if chosen is None else _DTYPES[chosen.out_dtype])
+            if lse is None:
+                lse = np.empty((q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (*q.shape[1::-1],), np.float32)
+            _emulate(named | {"out": out, "lse": lse}, options, self._kernels)
+            return (out, lse) if return_lse else out
+        if not on_torch:
+            if out is None or (return_lse and lse is None):
+                given = f"q is a {type(q).__name__}; with return_lse give (out, lse)"
+                raise ValueError(f"out is missing: only torch is asked for new arrays, {given}")
+            handle = 0 if stream is None else _stream_handle(stream)
+        named["out"] = out
+        if lse is not None:
+            named["lse"] = lse
+        if torch is not None and on_torch:
             for name, array in named.items():
-                pointers[name] = array.data_ptr()
-                # Alignment is checked with the plan, so a key has it.
-                key += (name, array.shape, array.stride(), array.dtype, array.get_device(), pointers[name] & 15)
-        except AttributeError:
-            raise TypeError(f"{name} is a {type(array).__name__}, q a torch tensor") from None
-    else:
-        for name, array in named.items():
-            seen = view(name, array)
-            pointers[name] = seen.pointer
-            key += (name, seen.shape, seen.strides, seen.dtype, seen.device, seen.pointer & 15)
-    frozen = tuple(key)
-    plan = _plans.get(frozen)
-    if plan is None:
-        options = Options(chosen, causal, window, softcap, scale, num_splits, split_size, max_seqlen_q, kv_layout)
-        plan = _make_plan(named, options)
-        with _plans_lock:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[frozen] = plan
-    plan.enqueue(pointers, handle if isinstance(handle, int) else _stream_handle(handle))
-    return (out, lse) if return_lse else out
+                if not isinstance(array, torch.Tensor):
+                    raise TypeError(f"{name} is a {type(array).__name__}, q a torch tensor")
+        arrays = {name: view(name, array) for name, array in named.items()}
+        ready = self._planned(arrays, options).ready({name: array.pointer for name, array in arrays.items()}, handle)
+        self.latest = ready
+        if key is not None:
+            if len(self._ready) >= self.MAX_READY:
+                self._ready.clear()
+            # With its config, which the key knows by identity only.
+            self._ready[key] = ready, chosen
+        ready.enqueue()
+        return (out, lse) if return_lse else out
+
+    def _planned(self, arrays: dict[str, View], options: Options) -> Plan:
+        """The plan for arrays of these shapes, strides and types, and addresses as aligned as these."""
+        known = (each for name, array in arrays.items() for each in (name, array.shape, array.strides, array.dtype, array.device))
+        key = (options, *known, *(array.pointer & 15 for array in arrays.values()))
+        plan = self._plans.get(key)
+        if plan is None:
+            if options.kv_layout == "HND":
+                arrays |= {name: _swapped(arrays[name]) for name in ("k", "v") if len(arrays[name].shape) == 4}
+            elif options.kv_layout != "NHD":
+                raise ValueError(f"kv_layout is {options.kv_layout!r}; expected NHD or HND")
+            plan = _make_plan(dict(arrays), options, self._kernels)
+            if len(self._plans) >= self.MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
 
 def _stream_handle(stream: Any) -> int:
@@ -647,3 +753,7 @@ def _stream_handle(stream: Any) -> int:
         return int(stream)
     except (TypeError, ValueError):
         raise TypeError(f"stream is a {type(stream).__name__}; expected a CUstream handle or an object with cuda_stream") from None
+
+
+GENERATED = Attention(Generated())
+attention = GENERATED.attention

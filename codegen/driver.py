@@ -80,11 +80,11 @@ class Workspace:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._blocks: dict[str, tuple[int, int]] = {}
-        self._number = 0
+        self.number = 0
 
     def next_number(self) -> int:
-        self._number = self._number % (2**32 - 1) + 1
-        return self._number
+        self.number = number = self.number % (2**32 - 1) + 1
+        return number
 
     def reserve(self, name: str, nbytes: int) -> int:
         """The address of at least so many bytes, zeroed when they were made."""
@@ -114,8 +114,6 @@ class Device:
         self.context = context.value
         self._workspaces: dict[int, Workspace] = {}
         self._modules: dict[bytes, ctypes.c_void_p] = {}
-        self._current = ctypes.c_void_p()
-        self._current_reference = ctypes.byref(self._current)
 
     def _attribute(self, handle: ctypes.c_int, attribute: int) -> int:
         value = ctypes.c_int()
@@ -127,11 +125,6 @@ class Device:
 
     def __exit__(self, *_: object) -> None:
         self.cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-    def is_current(self) -> bool:
-        """Whether the calling thread's context is this device's; LOCK is held."""
-        self.cuda.cuCtxGetCurrent(self._current_reference)
-        return self._current.value == self.context
 
     def workspace(self, stream: int) -> Workspace:
         found = self._workspaces.get(stream)
@@ -189,34 +182,39 @@ def device(index: int) -> Device:
 
 
 class KernelLaunch:
-    """A kernel with its grid, ready to be launched with a table of parameter addresses."""
+    """A kernel with its grid in one stream, ready to be launched with a table of parameter addresses."""
 
-    def __init__(self, device: Device, compiled: Compiled, launch: Launch) -> None:
+    def __init__(self, device: Device, function: int, launch: Launch, stream: int) -> None:
         self._device = device
         self._entry = launch.entry
-        self._function = device.function(compiled, launch.entry, launch.smem_bytes)
+        self._function = ctypes.c_void_p(function)
         self._config = _LaunchConfig()
         self._config.grid[:] = launch.grid
         self._config.block[:] = launch.block
         self._config.shared_bytes = launch.smem_bytes
+        self._config.stream = stream
         if launch.cluster > 1:
             attribute = _LaunchAttribute(id=_CLUSTER_DIMENSION)
             attribute.value[:3] = (launch.cluster, 1, 1)
             self._config.attributes = ctypes.pointer(attribute)
             self._config.attribute_count = 1
         self._reference = ctypes.byref(self._config)
+        self._launch = device.cuda.cuLaunchKernelEx
+        self._get_current = device.cuda.cuCtxGetCurrent
+        self._current = ctypes.c_void_p()
+        self._current_reference = ctypes.byref(self._current)
+        self._context = device.context
 
-    def enqueue(self, table: Any, stream: int) -> None:
-        """Launches in `stream`; LOCK is held."""
-        self._config.stream = stream
-        device = self._device
-        if device.is_current():
-            status = device.cuda.cuLaunchKernelEx(self._reference, self._function, table, None)
+    def enqueue(self, table: Any) -> None:
+        """Launches; LOCK is held."""
+        self._get_current(self._current_reference)
+        if self._current.value == self._context:
+            status = self._launch(self._reference, self._function, table, None)
         else:
-            with device:
-                status = device.cuda.cuLaunchKernelEx(self._reference, self._function, table, None)
+            with self._device:
+                status = self._launch(self._reference, self._function, table, None)
         if status:
-            check(device.cuda, status, f"{self._entry}: launch")
+            check(self._device.cuda, status, f"{self._entry}: launch")
 
 
 class Encoded:

@@ -19,16 +19,16 @@ import numpy as np
 
 from . import attention, driver
 from .api import View
-from .artifacts import MANIFEST, RESOURCE_KEYS, EmitError, known_spills, spill_gate, write_folder
+from .artifacts import RESOURCE_KEYS, EmitError, known_spills, spill_gate, write_folder
 from .attention import Workspace, attention_entry_info, attention_launch, feature_arguments
 from .compiler import Module, compile_all
 from .config import Config, fixed_keys
 from .emulator import TensorMap
+from .exported import MANIFEST, SCHEMA_VERSION, cubin_name, entry_facts
 from .geometry import OPERAND_BYTES, derive, entry_configs
 from .geometry_sm90 import MAX_PARTITIONS
 from .render import has_attention, render, render_text
 
-SCHEMA_VERSION = 1
 HEADER, LAUNCHER, EXAMPLE = "fa4gen_attention.h", "fa4gen_attention.c", "attention_example.c"
 # Whether CTAs stay and take several items each (as _waves in attention.py), by target.
 RESIDENT_GRID = {"sm_90a": True, "sm_100a": False}
@@ -255,22 +255,6 @@ def _example(config: Config) -> dict[str, Any]:
     }
     types = {"q": config.dtype, "kv": config.kv_dtype or config.dtype, "out": config.out_dtype}
     return {"flags": flags, "types": {name: NUMBER_TYPES[dtype] for name, dtype in types.items()}, "out_bound": OUT_BOUND}
-
-
-def cubin_name(config: Config, arch: str) -> str:
-    """The file of a target's CUBIN in an export."""
-    return f"{config.name}_{arch}.cubin"
-
-
-def entry_facts(config: Config, arch: str) -> dict[str, dict[str, Any]]:
-    """Entry -> its block, grid rule, dynamic smem_bytes, arguments, tile rows and largest cluster, as an export's manifest has them."""
-    facts = {}
-    for entry in entry_configs(config, arch):
-        geo = derive(entry, arch)
-        info = attention_entry_info(entry, geo)
-        name = info.pop("name")
-        facts[name] = info | {"tile_rows": geo.tile_rows, "max_cluster": getattr(geo, "max_cluster", 1)}
-    return facts
 
 
 def _manifest(targets: Sequence[tuple[Config, str]], modules: Sequence[Module], files: dict[str, bytes]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fa4gen.codegen import api, driver
@@ -20,6 +21,21 @@ SIZES = {"CUtensorMap": 128, "unsigned": 4, "float": 4}
 def require_gcc() -> None:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc on this machine")
+
+
+class DeviceLike:
+    """A host array that says it is on CUDA device `index`."""
+
+    def __init__(self, array: np.ndarray, index: int = 0) -> None:
+        self.array = array
+        self.index = index
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.index
+
+    def __dlpack__(self, stream: int | None = None) -> Any:
+        assert stream == -1
+        return self.array.__dlpack__()
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,7 @@ class FakeDriver:
         monkeypatch.setattr(driver, "LIBRARY", str(self.path))
         monkeypatch.setattr(driver, "library", driver.library.__wrapped__)
         monkeypatch.setattr(driver, "_devices", {})
-        monkeypatch.setattr(api, "_plans", {})
+        api.GENERATED.forget()
         self.set(capability_major=9, capability_minor=0, multiprocessors=132, current_context=8, fail_next_launch=0)
 
     def set(self, **values: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import subprocess
 import sys
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_driver import FakeDriver, Seen, require_gcc
+from fake_driver import DeviceLike, FakeDriver, Seen, require_gcc
 
 import fa4gen
 from fa4gen.codegen import api, reference
 from fa4gen.codegen.attention import attention_entry_info, attention_launch, key_map, query_map, tiling
+from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.geometry import derive
 
 BF16 = ml_dtypes.bfloat16
@@ -236,28 +239,13 @@ def test_torch_op_says_that_it_needs_torch() -> None:
 # --- the driver's part, against a driver that only records ---------------------------------------------------------------------
 
 
-class DeviceLike:
-    """A host array that says it is on CUDA device `index`."""
-
-    def __init__(self, array: np.ndarray, index: int = 0) -> None:
-        self.array = array
-        self.index = index
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self.index
-
-    def __dlpack__(self, stream: int | None = None) -> Any:
-        assert stream == -1
-        return self.array.__dlpack__()
-
-
 def test_launches_reach_the_driver_as_planned(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     require_gcc()
     fake = FakeDriver(tmp_path)
     fake.install(monkeypatch)
     q, k, v = problem(2, 3, 1000, 4, 2, dtype=np.float16)
     out = np.zeros_like(q)
-    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False), "sm_90a")
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
     fake.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
 
     def call(**options: Any) -> Seen:
@@ -301,3 +289,134 @@ def test_launches_reach_the_driver_as_planned(tmp_path: Any, monkeypatch: pytest
     with pytest.raises(RuntimeError, match="CUDA device 1"):
         fa4gen.attention(*(DeviceLike(a, 1) for a in (q, k, v, out)[:3]), out=DeviceLike(out, 1))
     assert fake.count("launches") == 3
+
+
+class Stub:
+    """A stand-in for torch as far as `attention` knows it: tensors that say they are on CUDA device 0, and never touch memory."""
+
+    class Tensor:
+        def __init__(self, address: int, shape: tuple[int, ...], dtype: str = "float16", strides: tuple[int, ...] | None = None) -> None:
+            self.address, self.shape, self.dtype, self.is_cuda = address, shape, f"torch.{dtype}", True
+            self.strides = strides or tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+        def data_ptr(self) -> int:
+            return self.address
+
+        def stride(self) -> tuple[int, ...]:
+            return self.strides
+
+        def get_device(self) -> int:
+            return 0
+
+        def dim(self) -> int:
+            return len(self.shape)
+
+        def new_empty(self, shape: tuple[int, ...], dtype: str) -> Stub.Tensor:
+            return Stub.Tensor(1 << 33, shape, dtype)
+
+    class _C:
+        current = 48
+
+        @classmethod
+        def _cuda_getCurrentRawStream(cls, device: int) -> int:
+            return cls.current
+
+    float16, float32 = "float16", "float32"
+
+    @staticmethod
+    def empty_like(tensor: Stub.Tensor, dtype: str | None = None) -> Stub.Tensor:
+        return Stub.Tensor(1 << 32, tensor.shape, dtype or tensor.dtype.removeprefix("torch."))
+
+
+class NoCode(api.Generated):
+    """Kernels that a driver which only records is content with."""
+
+    def compiled(self, config: Any, arch: str) -> Compiled:
+        return Compiled(arch, "", config.name.encode())
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> FakeDriver:
+    require_gcc()
+    fake = FakeDriver(tmp_path)
+    fake.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "torch", Stub)
+    return fake
+
+
+def test_a_call_of_before_is_launched_as_if_it_were_new(stub: FakeDriver) -> None:
+    """Random calls that differ in any of what a launch follows from, on a cache that has seen the others and on an empty one."""
+    rng = random.Random(7)
+    used, ready = api.Attention(NoCode()), 0
+    own = {"launch", "partial_o", "partial_lse", "arrived"}
+
+    def rarely(other: Any, usual: Any = None) -> Any:
+        return other if rng.random() < 0.12 else usual
+
+    for _ in range(300):
+        heads, keys, causal = rarely(16, 8), rarely(1000, 64), rarely(True, False)
+        q, k, v = (rarely(2, 1) << 20 | place << 28 for place in (1, 2, 3))
+        kv_shape, strides = (2, keys, 2, 64), rarely((keys * 256, 256, 64, 1))
+        arrays = {"q": Stub.Tensor(q, (2, 1, heads, 64)), "k": Stub.Tensor(k, kv_shape, strides=strides), "v": Stub.Tensor(v, kv_shape)}
+        options: dict[str, Any] = {"causal": causal, "scale": rarely(0.5), "num_splits": rarely(3), "return_lse": rarely(True, False)}
+        options["stream"] = rarely(64)
+        if lengths := rarely(True):
+            arrays["seqused_k"] = Stub.Tensor(rng.choice([1, 2]) << 40, (2,), "int32")
+        if rarely(True):
+            arrays["out"] = Stub.Tensor(rng.choice([1, 2]) << 41, (2, 1, heads, 64), rng.choice(["float16", "float32"]))
+        out_dtype = arrays["out"].dtype.removeprefix("torch.") if "out" in arrays else "float16"
+        config = api.choose_config(
+            *(64, "float16", "float16", out_dtype, causal, None, None, False, None, bool(lengths), False, False, False), "sm_90a"
+        )
+        stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
+        seen = []
+        for caller in (used, api.Attention(NoCode())):
+            before, known = stub.count("launches"), caller.latest
+            caller.attention(**arrays, **options)
+            assert stub.count("launches") == before + 1
+            ready += caller is used and caller.latest is known
+            seen.append(stub.last())
+        ours, fresh = seen
+        internal = own if options["return_lse"] else own | {"lse"}
+        assert {n: p for n, p in ours.parameters.items() if n not in internal} == {
+            n: p for n, p in fresh.parameters.items() if n not in internal
+        }
+        assert (ours.entry, ours.grid, ours.cluster, ours.stream) == (fresh.entry, fresh.grid, fresh.cluster, fresh.stream)
+        # One stream's launches are counted together, whoever makes them.
+        assert fresh.number("launch") == ours.number("launch") + 1
+    assert 30 < ready < 250
+
+
+def test_a_call_of_before_allocates_nothing(stub: FakeDriver) -> None:
+    caller = api.Attention(NoCode())
+    q, k, v = (Stub.Tensor(place << 28, (1, extent, 2, 64)) for place, extent in ((1, 1), (2, 300), (3, 300)))
+    caller.attention(q, k, v, num_splits=3)
+    before = [stub.count(name) for name in ("allocations", "encodings", "modules")]
+    for _ in range(3):
+        caller.attention(q, k, v, num_splits=3)
+    assert [stub.count(name) for name in ("allocations", "encodings", "modules")] == before
+    # Another address of Q: its map alone.
+    caller.attention(Stub.Tensor(9 << 28, q.shape), k, v, num_splits=3)
+    assert [stub.count(name) for name in ("allocations", "encodings", "modules")] == [before[0], before[1] + 1, before[2]]
+
+
+def test_more_calls_than_are_kept(stub: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.Attention, "MAX_READY", 3)
+    monkeypatch.setattr(api.Attention, "MAX_PLANS", 2)
+    monkeypatch.setattr(api.Plan, "MAPS_KEPT", 2)
+    caller = api.Attention(NoCode())
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
+    stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
+    for step in range(40):
+        q, k, v = (Stub.Tensor((place * 16 + step % 5) << 24, (1, 1 + step % 3, 2, 64)) for place in (1, 2, 3))
+        caller.attention(q, k, v)
+        seen = stub.last()
+        assert [seen.number(name) for name in ("q_map", "k_map", "v_map")] == [a.address for a in (q, k, v)]
+        assert seen.number("keys") == 1 + step % 3
+
+
+def test_what_is_no_tensor_beside_tensors_is_named(stub: FakeDriver) -> None:
+    tensors = {name: Stub.Tensor(place << 28, (1, 3, 2, 64)) for place, name in enumerate("qkv", 1)}
+    for name, bad in (("k", [1]), ("v", np.zeros((1, 3, 2, 64), np.float16)), ("sinks", 7), ("out", "here")):
+        with pytest.raises(TypeError, match=f"{name} is a {type(bad).__name__}, q a torch tensor"):
+            api.Attention(NoCode()).attention(**(tensors | {name: bad}))

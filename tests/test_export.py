@@ -18,6 +18,7 @@ from fa4gen.codegen import api, driver, export, geometry_sm90, geometry_sm100
 from fa4gen.codegen.attention import attention_entry_info
 from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.config import Config, parse_config
+from fa4gen.codegen.exported import cubin_name
 from fa4gen.codegen.geometry import derive
 
 FEATURES = {"sm_90a": geometry_sm90.FEATURES, "sm_100a": geometry_sm100.FEATURES}
@@ -48,7 +49,8 @@ def featured(arch: str, rng: random.Random) -> dict[str, Any]:
         "mask": "causal" if causal else "none",
         "kv_layout": "paged" if "paged" in has else "contiguous",
         "page_size": rng.choice([1, 16, 32, 64, 128, 256]) if "paged" in has else None,
-        "key_lengths": "key_lengths" in has,
+        "key_lengths": "key_lengths" in has or {"paged", "page_list"} <= has,
+        "page_list": {"paged", "page_list"} <= has,
         "ragged_queries": "ragged_queries" in has,
         "window": 77 if "window" in has else None,
         "softcap": 30.0 if "softcap" in has else None,
@@ -145,7 +147,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
 
 def written(folder: Path, targets: list[tuple[Config, str]]) -> list[Config]:
     """The texts of an export whose CUBINs are no code: nothing here runs any."""
-    cubins = {export.cubin_name(config, arch): f"{config.name} {arch}".encode() for config, arch in targets}
+    cubins = {cubin_name(config, arch): f"{config.name} {arch}".encode() for config, arch in targets}
     for name, data in (cubins | export.sources(targets, cubins, "a test")).items():
         (folder / name).write_bytes(data)
     return list(dict.fromkeys(config for config, _ in targets))
@@ -193,6 +195,8 @@ class Call:
             table_pages, sequences = -(-keys // page), rng.choice([1, 7, 5000])
             self.c |= {"pages": sequences, "table_pages": table_pages}
             self.array("block_table", (batch, table_pages), "int32", "block_table")
+            if config.page_list:
+                self.array("page_places", (batch, table_pages), "int32", "page_places")
             keys = page
         else:
             self.c["keys"] = keys
@@ -259,8 +263,8 @@ class Call:
         per_key = heads * per_head + unit * rng.randint(0, 3)
         return keys * per_key + unit * rng.randint(0, 3), per_key, per_head, 1
 
-    def python(self, device: driver.Device, arch: str, stream: int) -> tuple[api.Plan, dict[str, int]]:
-        """Launches by the Python driver; returns its plan, with what it wants of the workspace."""
+    def python(self, device: driver.Device, arch: str, stream: int) -> dict[str, int]:
+        """Launches by the Python driver; returns what it wants of the workspace, in bytes."""
         arrays = dict(self.arrays)
         api._check(arrays, self.options)
         own_lse = "lse" not in arrays
@@ -270,12 +274,12 @@ class Call:
             arrays["lse"] = api.View(0, shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), "float32", 0)
         stand_ins = {name: array.stand_in() for name, array in arrays.items()}
         _, launch, arguments = api.plan_launch(arrays, stand_ins, self.options, arch, device.sms)
-        plan = api.Plan(device, Compiled(arch, "", b"cubin"), launch, arguments)
+        plan = api.Plan(device, Compiled(arch, "", b"cubin"), launch, arguments, self.options)
         if own_lse:
             plan.workspace.append(("lse", stand_ins["lse"].nbytes))
         wanted = dict(plan.workspace)
-        plan.enqueue({name: array.pointer for name, array in self.arrays.items()}, stream)
-        return plan, wanted
+        plan.ready({name: array.pointer for name, array in self.arrays.items()}, stream).enqueue()
+        return wanted
 
 
 def test_c_launches_what_python_launches(launcher: Launcher, fake: FakeDriver) -> None:
@@ -298,7 +302,7 @@ def test_c_launches_what_python_launches(launcher: Launcher, fake: FakeDriver) -
                     args = launcher.args(config, **call.c)
                     before = fake.count("launches")
                     try:
-                        _, wanted = call.python(device, arch, 48)
+                        wanted = call.python(device, arch, 48)
                     except ValueError:
                         assert launcher.workspace_bytes(kernels, args)[0] == ARGUMENT
                         assert launcher.attention(kernels, args, launcher.workspace(1 << 40, 1 << 40), plan, 48) == ARGUMENT
@@ -429,13 +433,13 @@ def test_c_asks_for_what_a_config_needs(launcher: Launcher, fake: FakeDriver) ->
         given = Call(config, arch, rng).c | {"num_splits": 1, "split_size": 0}
         assert launcher.attention(kernels, launcher.args(config, **given), workspace) == OK, launcher.message()
         before = fake.count("launches")
-        for name in ("block_table", "key_lengths", "query_starts", "sinks", "k_scale", "v_scale", "total_q", "pages", "table_pages"):
+        for name in (*export.EXTRA_ARRAYS, "total_q", "pages", "table_pages"):
             if name in given:
                 assert launcher.attention(kernels, launcher.args(config, **(given | {name: 0})), workspace) == ARGUMENT
                 assert name in launcher.message()
                 missing.add(name)
         assert fake.count("launches") == before
-    assert {"block_table", "key_lengths", "query_starts", "sinks", "total_q", "pages", "table_pages"} <= missing
+    assert {"block_table", "page_places", "key_lengths", "query_starts", "sinks", "total_q", "pages", "table_pages"} <= missing
 
 
 def test_c_refuses_what_is_no_pointer_or_too_small(launcher: Launcher, fake: FakeDriver) -> None:
