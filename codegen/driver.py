@@ -20,7 +20,8 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _CLUSTER_DIMENSION = 4
 _CAPTURE_RELAXED = 2
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
-_DATA_TYPES = {"uint8": 0, "float8_e4m3fn": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
+_DATA_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5}
+_DATA_TYPES |= {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "float8_e4m3fn": 0}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 LIBRARY = "libcuda.so.1"

@@ -1,4 +1,4 @@
-"""The GPU at hand, through the CUDA driver API of cuda-python: no runtime, no framework.
+"""The GPU at hand, through the CUDA driver API: no runtime, no framework. Loading, tensor maps and launches are driver.py's.
 
 Every array travels to the device between two guard bands, which are compared after the launch, and back; an overrun is an error. A launch
 that does not end within the time limit is reported instead of waited for.
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import driver as launching
 from ..emulator import TensorMap, Uninitialized
 from . import BackendError, BackendUnavailable, Compiled, Launch, Outcome
 
@@ -72,26 +73,24 @@ class CudaBackend:
         self.device_name = _call(driver.cuDeviceGetName(128, device), "cuDeviceGetName").split(b"\0")[0].decode()
         context = _call(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
         _call(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-        self._modules: dict[bytes, Any] = {}
 
-    def _function(self, compiled: Compiled, launch: Launch) -> Any:
-        driver = _driver()
+    def _launcher(self, compiled: Compiled, launch: Launch) -> Callable[[int], launching.KernelLaunch]:
+        """The launch for a stream; the kernel is loaded now. Raises BackendError."""
         if compiled.cubin is None:
             raise BackendError(f"{launch.entry}: no CUBIN to run")
         if compiled.arch != self.arch:
             raise BackendError(f"{launch.entry} is compiled for {compiled.arch}, the GPU ({self.device_name}) is {self.arch}")
-        module = self._modules.get(compiled.cubin)
-        if module is None:
-            module = self._modules[compiled.cubin] = _call(driver.cuModuleLoadData(compiled.cubin), "cuModuleLoadData")
-        function = _call(driver.cuModuleGetFunction(module, launch.entry.encode()), f"cuModuleGetFunction({launch.entry})")
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _call(driver.cuFuncSetAttribute(function, limit, launch.smem_bytes), f"{launch.entry}: {launch.smem_bytes} bytes of shared memory")
-        return function
+        try:
+            device = launching.device(0)
+            function = device.function(compiled, launch.entry, launch.smem_bytes)
+        except RuntimeError as error:
+            raise BackendError(str(error)) from error
+        return lambda stream: launching.KernelLaunch(device, function, launch, stream)
 
     def prepare(self, compiled: Compiled, launch: Launch, resident: Sequence[DeviceArray] = ()) -> PreparedLaunch:
         """A launch that can be repeated: the stand-ins of `resident` among its arguments mean their device memory, other arrays are
         copied to the device now and stay there until the PreparedLaunch is freed. Raises BackendError."""
-        return PreparedLaunch(self._function(compiled, launch), launch, resident)
+        return PreparedLaunch(self._launcher(compiled, launch), launch, resident)
 
     def event(self) -> Any:
         """A timing event; events live as long as the process."""
@@ -117,15 +116,14 @@ class CudaBackend:
             raise BackendError(f"{what} failed on {self.device_name}: {name}")
 
     def run(self, compiled: Compiled, launch: Launch, *, progress: Callable[[int], None] | None = None) -> Outcome:
-        driver = _driver()
-        function = self._function(compiled, launch)
-        buffers = _Buffers(driver)
+        kernel = self._launcher(compiled, launch)(0)
+        buffers = _Buffers(_driver())
         try:
-            parameters = [_parameter(argument, buffers, driver) for argument in launch.args]
-            pointers = (ctypes.c_void_p * max(1, len(parameters)))(*[ctypes.addressof(p) for p in parameters])
+            parameters = [_parameter(argument, buffers) for argument in launch.args]
+            table = (ctypes.c_void_p * max(1, len(parameters)))(*[ctypes.addressof(p) for p in parameters])
 
             def go() -> float:
-                return self._timed_launch(driver, function, launch, ctypes.addressof(pointers))
+                return self._timed_launch(kernel, launch, table)
 
             first = go()
             # A second launch may overwrite what the first has written, so the results are fetched before the timed ones.
@@ -135,11 +133,12 @@ class CudaBackend:
             buffers.free()
         return Outcome(times[len(times) // 2])
 
-    def _timed_launch(self, driver: Any, function: Any, launch: Launch, pointers: int) -> float:
+    def _timed_launch(self, kernel: launching.KernelLaunch, launch: Launch, table: Any) -> float:
+        driver = _driver()
         start = _call(driver.cuEventCreate(0), "cuEventCreate")
         end = _call(driver.cuEventCreate(0), "cuEventCreate")
         _call(driver.cuEventRecord(start, 0), "cuEventRecord")
-        _launch(driver, function, launch, pointers, 0)
+        _enqueue(kernel, table)
         _call(driver.cuEventRecord(end, 0), "cuEventRecord")
         self.wait(end, launch.entry)
         seconds = self.seconds_between(start, end)
@@ -148,22 +147,12 @@ class CudaBackend:
         return seconds
 
 
-def _launch(driver: Any, function: Any, launch: Launch, pointers: int, stream: Any) -> None:
-    what = f"{launch.entry}: launch"
-    if launch.cluster == 1:
-        _call(driver.cuLaunchKernel(function, *launch.grid, *launch.block, launch.smem_bytes, stream, pointers, 0), what)
-        return
-    cluster = driver.CUlaunchAttribute()
-    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
-    config.sharedMemBytes = launch.smem_bytes
-    config.hStream = driver.CUstream(int(stream))
-    config.attrs = [cluster]
-    config.numAttrs = 1
-    _call(driver.cuLaunchKernelEx(config, function, pointers, 0), what)
+def _enqueue(kernel: launching.KernelLaunch, table: Any) -> None:
+    try:
+        with launching.LOCK:
+            kernel.enqueue(table)
+    except RuntimeError as error:
+        raise BackendError(str(error)) from error
 
 
 class DeviceArray:
@@ -214,22 +203,24 @@ class DeviceArray:
 class PreparedLaunch:
     """A launch whose parameters are encoded and whose arrays are on the device; `enqueue` repeats it, in the default stream or another."""
 
-    def __init__(self, function: Any, launch: Launch, resident: Sequence[DeviceArray]) -> None:
+    def __init__(self, launcher: Callable[[int], launching.KernelLaunch], launch: Launch, resident: Sequence[DeviceArray]) -> None:
         self.launch = launch
-        self._driver = _driver()
-        self._function = function
-        self._buffers = _Buffers(self._driver, resident)
+        self._launcher = launcher
+        self._streams: dict[int, launching.KernelLaunch] = {}
+        self._buffers = _Buffers(_driver(), resident)
         try:
-            self._parameters = [_parameter(argument, self._buffers, self._driver) for argument in launch.args]
+            self._parameters = [_parameter(argument, self._buffers) for argument in launch.args]
         except BaseException:
             self._buffers.free()
             raise
-        self._pointers = (ctypes.c_void_p * max(1, len(self._parameters)))(*[ctypes.addressof(p) for p in self._parameters])
+        self._table = (ctypes.c_void_p * max(1, len(self._parameters)))(*[ctypes.addressof(p) for p in self._parameters])
 
     def enqueue(self, stream: Any = 0) -> None:
-        launch = self.launch
-        pointers = ctypes.addressof(self._pointers)
-        _launch(self._driver, self._function, launch, pointers, stream)
+        handle = int(stream)
+        kernel = self._streams.get(handle)
+        if kernel is None:
+            kernel = self._streams[handle] = self._launcher(handle)
+        _enqueue(kernel, self._table)
 
     def free(self) -> None:
         """Frees what was copied for this launch; resident arrays stay."""
@@ -276,12 +267,16 @@ class _Buffers:
         self._allocations.clear()
 
 
-def _parameter(argument: Any, buffers: _Buffers, driver: Any) -> Any:
+def _parameter(argument: Any, buffers: _Buffers) -> Any:
     """The bytes of one kernel parameter, as a ctypes object that keeps them alive."""
     if isinstance(argument, Uninitialized):
         argument = argument.array
     if isinstance(argument, TensorMap):
-        return ctypes.create_string_buffer(_encode_tensor_map(argument, buffers, driver), 128)
+        try:
+            encoded = launching.encode(argument, buffers.address(argument.array))
+        except RuntimeError as error:
+            raise BackendError(str(error)) from error
+        return ctypes.create_string_buffer(ctypes.string_at(encoded.address, 128), 128)
     if isinstance(argument, np.ndarray):
         return ctypes.c_uint64(buffers.address(argument))
     if isinstance(argument, np.generic):
@@ -290,52 +285,3 @@ def _parameter(argument: Any, buffers: _Buffers, driver: Any) -> Any:
     if isinstance(argument, bytes):
         return ctypes.create_string_buffer(argument, len(argument))
     raise BackendError(f"an argument of type {type(argument).__name__} cannot be passed to a kernel")
-
-
-def _encode_tensor_map(tensor_map: TensorMap, buffers: _Buffers, driver: Any) -> bytes:
-    """The driver's opaque 128 bytes for a tensor map; the driver's order is innermost first, numpy's and TensorMap's outermost first."""
-    data_type = driver.CUtensorMapDataType
-    types = {
-        "uint8": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        "uint16": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        "uint32": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT32,
-        "int32": data_type.CU_TENSOR_MAP_DATA_TYPE_INT32,
-        "uint64": data_type.CU_TENSOR_MAP_DATA_TYPE_UINT64,
-        "int64": data_type.CU_TENSOR_MAP_DATA_TYPE_INT64,
-        "float16": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "float32": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        "float64": data_type.CU_TENSOR_MAP_DATA_TYPE_FLOAT64,
-        "bfloat16": data_type.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }
-    swizzles = driver.CUtensorMapSwizzle
-    promotions = driver.CUtensorMapL2promotion
-    rank = len(tensor_map.shape)
-    encoded = _call(
-        driver.cuTensorMapEncodeTiled(
-            types[np.dtype(tensor_map.dtype).name],
-            rank,
-            buffers.address(tensor_map.array) + tensor_map.offset_bytes,
-            [driver.cuuint64_t(n) for n in reversed(tensor_map.shape)],
-            [driver.cuuint64_t(n) for n in reversed(tensor_map.strides)],
-            [driver.cuuint32_t(n) for n in reversed(tensor_map.box)],
-            [driver.cuuint32_t(n) for n in reversed(tensor_map.element_strides)],
-            {0: driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE}[tensor_map.interleave],
-            {
-                0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-                32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-                64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-                128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-            }[tensor_map.swizzle],
-            {
-                0: promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                64: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
-                128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            }[tensor_map.l2_promotion],
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
-            if tensor_map.oob_nan
-            else driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-        "cuTensorMapEncodeTiled",
-    )
-    return ctypes.string_at(int(encoded.getPtr()), 128)
