@@ -549,6 +549,8 @@ def load(
         if local is None:
             raise PtxError("local memory is used but not declared", code.line)
         stride = local.shape[1]
+        if w.local_written is not None:
+            _check_local(w, code, w.local_written, address, lanes, size * count)
         return _flat_load(w, code, local.reshape(-1), stride, address, lanes, size, count, "local", lanes * stride)
     raise PtxError(f"loads from {space} memory are not supported", code.line)
 
@@ -568,6 +570,25 @@ def _flat_load(
         value = np.ascontiguousarray(flat[at]).view(_TYPES[size])[:, 0]
         result.append(np.where(bad, _POISON[size], value))
     return result
+
+
+def _check_local(w: Warp, code: Code, written: NDArray[np.bool_], address: Int64, lanes: Int64, total: int) -> None:
+    """Report a read of local memory that its lane has not written."""
+    inside = np.flatnonzero((address >= 0) & (address <= written.shape[1] - total))
+    never = ~written[lanes[inside, None], address[inside, None] + np.arange(total)].all(axis=1)
+    if never.any():
+        place = int(inside[int(never.argmax())])
+        lane, at = int(lanes[place]), int(address[place])
+        w.cta.report(
+            "uninitialized",
+            f"read of local+{at:#x} by {w.name} lane {lane} (PTX line {code.line}), which nothing has written",
+            code,
+            w,
+            lane,
+            at,
+            place=f"local+{at:#x}",
+            missing="a write before the read",
+        )
 
 
 def _flat_fault(w: Warp, code: Code, space: str, address: int, lane: int, total: int, limit: int, verb: str) -> None:
@@ -612,7 +633,9 @@ def store(
     if space == "shared":
         good = _shared(w, code, address, lanes, total, True, strong, owner)
         if good is not None:
-            address, values = address[good], [v[good] for v in values]
+            address, lanes, values = address[good], lanes[good], [v[good] for v in values]
+        if w.cta.check and not strong and _shared_by_lanes(address):
+            check_lanes(w, code, space, address, lanes, values, owner)
         words = (w.cta if owner is None else owner).words[size]
         index = address >> shift
         for k, value in enumerate(values):
@@ -628,6 +651,8 @@ def store(
                     code.strong_tag if strong else code.tag
                 )
                 check_global(w, code, mapping, address[pick], total, epochs, True, strong=strong)
+                if not strong and _shared_by_lanes(address[pick]):
+                    check_lanes(w, code, space, address[pick], lanes[pick], [v[pick] for v in values])
             elif mapping.written is not None:
                 for k in range(total):
                     mapping.written[address[pick] - mapping.base + k] = True
@@ -650,6 +675,8 @@ def store(
         for k, value in enumerate(values):
             raw = np.ascontiguousarray(value[good_]).view(np.uint8).reshape(-1, size)
             flat[base[:, None] + (k * size + _STEPS[size])] = raw
+        if w.local_written is not None:
+            w.local_written.reshape(-1)[base[:, None] + np.arange(total)] = True
         return
     raise PtxError(f"stores to {space} memory are not supported", code.line)
 
@@ -672,9 +699,7 @@ def publish(w: Warp, space: str, address: int, clocks: Scoped) -> None:
     for scope, clock in clocks:
         key = (scope, cta.index, cta.cluster.index)
         released = clock.copy()
-        # To other clusters it does not tell which actors need no proxy fence: that is settled here.
-        size = released.table.shape[1]
-        np.maximum(released.table[hz.GLOBAL_PROXY], cta.cluster.floor[:size], out=released.table[hz.GLOBAL_PROXY])
+        cta.cluster.settle_proxy(released)
         known = table.get(key)
         if known is None:
             table[key] = released
@@ -706,6 +731,50 @@ def observe(w: Warp, space: str, address: int, scope: int) -> Scoped:
         seen.foreign = foreign
         result.append((distance, seen))
     return result
+
+
+def check_lanes(w: Warp, code: Code, space: str, address: Int64, lanes: Int64, values: list[Array], owner: Cta | None = None) -> None:
+    """Report lanes of one store that write different values to one place: which of them stays is not defined (9.7.9.11).
+
+    address: byte addresses of accesses of one size that are aligned to it, so that those which overlap are equal.
+    """
+    order = np.argsort(address, kind="stable")
+    ranked = address[order]
+    for place in np.flatnonzero(ranked[1:] == ranked[:-1]).tolist():
+        first, second = int(order[place]), int(order[place + 1])
+        if all(value[first] == value[second] for value in values):
+            continue
+        at = int(address[first])
+        if space == "shared":
+            words = shared_place(w, at, owner)
+        else:
+            mapping = w.cta.launch.memory.find(at)
+            words = f"global {mapping.name}+{at - mapping.base:#x}" if mapping else f"global address {at:#x}"
+        a, b = int(lanes[first]), int(lanes[second])
+        w.cta.report(
+            "race",
+            f"lanes {a} and {b} of {w.name} write different values to {words} in one instruction (PTX line {code.line}): "
+            "which of them stays is not defined",
+            code,
+            w,
+            b,
+            at,
+            hz.Access(code.line, w.name, a, w.cta.launch.code.sources.get(code.line, "")),
+            place=words,
+            missing="one lane that writes, or an address of its own for each",
+        )
+        return
+
+
+def _shared_by_lanes(address: Int64) -> bool:
+    """Whether two accesses of one instruction may be at one address; most instructions go up or down from lane to lane."""
+    if len(address) < 2:
+        return False
+    step = address[1:] - address[:-1]
+    if not (b"\x00" in (step > 0).tobytes() and b"\x00" in (step < 0).tobytes()):
+        return False
+    ranked = np.sort(address)
+    return b"\x01" in (ranked[1:] == ranked[:-1]).tobytes()
 
 
 def active(w: Warp, full: bool) -> Int64:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from . import numerics as fp
 from .decode import KINDS, Assembler, Slot, instruction, kind_bytes
 from .machine import LANES, Step, Warp
-from .ptx import Immediate, Instruction, Negated, Operand, Pair, PtxError, Register, Special, Vector
+from .ptx import Choices, Immediate, Instruction, Negated, Operand, Pair, PtxError, Register, Special, Vector
 
 Array = NDArray[Any]
 Lane = Callable[..., Any]
@@ -182,7 +182,7 @@ def high_product(a: Array, b: Array) -> Array:
     return full
 
 
-_WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
+_WIDER = Choices({"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"})
 
 
 def _wide(a: Array, b: Array, out: Array) -> None:
@@ -371,14 +371,14 @@ def _testp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.3.1"""
     kind = kind_of(asm, words)
     tiny = np.finfo(KINDS[kind]).tiny
-    tests: dict[str, Callable[[Array], Array]] = {
+    tests = Choices({
         "finite": np.isfinite,
         "infinite": np.isinf,
         "number": lambda a: ~np.isnan(a),
         "notanumber": np.isnan,
         "normal": lambda a: np.isfinite(a) & (np.abs(a) >= tiny),
         "subnormal": lambda a: (np.abs(a) < tiny) & (a != 0),
-    }
+    })
     return simple(asm, into1(tests[words[0]]), kind, 1, destination="pred")
 
 
@@ -524,10 +524,10 @@ def _lop3(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 def _prmt(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.9.7: bytes of {b, a} picked by the selector's nibbles; the modes are the ISA's table of selections."""
     mode = words[-1] if words[-1] != "b32" else ""
-    tables = {
+    tables = Choices({
         "f4e": ["3210", "4321", "5432", "6543"], "b4e": ["5670", "6701", "7012", "0123"], "rc8": ["0000", "1111", "2222", "3333"],
         "ecl": ["3210", "3211", "3222", "3333"], "ecr": ["0000", "1110", "2210", "3210"], "rc16": ["1010", "3232", "1010", "3232"],
-    }  # fmt: skip
+    })  # fmt: skip
     choice = np.array([int(x, 16) for x in tables[mode]], np.uint32) if mode else None
 
     def permute(a: Array, b: Array, c: Array, out: Array) -> None:
@@ -677,7 +677,7 @@ def _dot(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.1.25, 9.7.1.26"""
     if ins.opcode.startswith("dp2a"):
         raise asm.error("dp2a is not supported")
-    kinds = {"u32": np.uint8, "s32": np.int8}
+    kinds = Choices({"u32": np.uint8, "s32": np.int8})
     left, right = kinds[words[-2]], kinds[words[-1]]
     kind = "s32" if "s32" in words else "u32"
 
@@ -975,14 +975,14 @@ def _mov_vector(asm: Assembler, kind: str, target: Operand, value: Operand) -> S
     if not isinstance(target, Register):
         raise asm.error("the destination of mov is not a register")
     for i, item in enumerate(items):
-        pairs.append((asm.register(target, view, i), asm.source(item, view)))
+        pairs.append((asm.register(target, view, i, write=True), asm.source(item, view)))
     return copy_steps(pairs)
 
 
 def _whole_destination(asm: Assembler, item: Operand, part: int) -> int:
     """A destination of `part` bytes; a wider register is zero-extended into."""
     if isinstance(item, Register) and item.type != "pred":
-        return asm.raw(item)
+        return asm.raw(item, write=True)
     return asm.destination(item, _part_kind(part))
 
 
@@ -1029,7 +1029,7 @@ def _cvt(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         # A destination register wider than the type receives the extended value.
         width = max(register.bytes, 2)
         d_kind = ("s" if target[0] == "s" else "u") + str(8 * width)
-        d = asm.register(register, d_kind)
+        d = asm.register(register, d_kind, write=True)
         narrow = KINDS[target] if kind_bytes(target) < width else None
         if source in INTEGERS:
             if sat:
@@ -1051,7 +1051,7 @@ def _cvt(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         dtype = KINDS[target]
         return asm.lanewise(into1(lambda x: fp.float_to_int(read(x), dtype, mode)), d, [a], d_kind)
     d_kind = storage(target)
-    d = asm.register(register, d_kind)
+    d = asm.register(register, d_kind, write=True)
     rounding = rounding_of(words)
     if source in INTEGERS:
         if target == "f64":

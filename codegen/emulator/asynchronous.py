@@ -33,7 +33,7 @@ from .machine import BLOCK, LANES, MBARRIER_LIMIT, RETRY, Cta, MBarrier, Pending
 from .memops import ATOMICS, address_reader
 from .memory import PARAM_WINDOW, SHARED_START, Mapping, TensorMap
 from .numerics import add_f32
-from .ptx import Address, Immediate, Instruction, Operand, Sink
+from .ptx import Address, Immediate, Instruction, Operand, PtxFault, Sink
 
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
@@ -94,6 +94,8 @@ def _check_intact(w: Warp, code: Code, owner: Cta, barrier: MBarrier, lane: int)
     """Report an ordinary store to the bytes of an mbarrier since its initialisation (9.7.13.15.2: only mbarrier operations may)."""
     shadow = owner.shadow
     assert shadow is not None
+    if not SHARED_START <= barrier.address <= owner.shared_end - 8:
+        return
     index, _ = shared_index(shadow, np.array([barrier.address], np.int64), 8)
     last = shadow.write[index].reshape(-1)
     if (last == barrier.init).all():
@@ -226,7 +228,7 @@ def _init(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         for lane in np.flatnonzero(w.mask).tolist():
             at, expected = int(address[lane]), int(r[count][lane])
             if not 1 <= expected <= MBARRIER_LIMIT:
-                raise ValueError(f"an arrival count of {expected} is not in 1..2^20-1")
+                raise PtxFault(f"an arrival count of {expected} is not in 1..2^20-1")
             if w.cta.check:
                 touch_mbarrier(w, code, w.cta, at, lane, False)
             old = w.cta.mbarriers.get(at)
@@ -320,7 +322,7 @@ def _arrive(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if drop:
                 barrier.expected -= count
             if no_complete and count >= barrier.pending:
-                raise ValueError("an arrival with .noComplete would complete the phase")
+                raise PtxFault("an arrival with .noComplete would complete the phase")
             state = arrive(w, code, barrier, count, first, release)
             r[d][lanes] = np.uint64(state)
 
@@ -448,7 +450,7 @@ def tensor_map_at(w: Warp, code: Code, address: int) -> TensorMap:
         )
     number = int.from_bytes(raw[16:24], "little")
     if raw[:16] != TENSOR_MAP_MAGIC or number >= len(launch.tensor_maps):
-        raise ValueError(f"there is no tensor map at {address:#x}: pass a TensorMap as the parameter")
+        raise PtxFault(f"there is no tensor map at {address:#x}: pass a TensorMap as the parameter")
     return launch.tensor_maps[number]
 
 
@@ -457,7 +459,7 @@ class Box:
 
     def __init__(self, w: Warp, tensor_map: TensorMap, coordinates: list[int]) -> None:
         if len(coordinates) != len(tensor_map.shape):
-            raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.shape)}")
+            raise PtxFault(f"{len(coordinates)} coordinates for a tensor map of rank {len(tensor_map.shape)}")
         steps = None if all(s == 1 for s in tensor_map.element_strides) else tensor_map.element_strides
         self.element_bytes = int(tensor_map.dtype.itemsize)
         self.rows = tma_rows(tensor_map.shape, tensor_map.strides, tensor_map.box, coordinates, self.element_bytes, steps)
@@ -706,10 +708,10 @@ def _targets(w: Warp, code: Code, lane: int, address: int, barrier_address: int,
             check_alive(w, code, owner, lane)
         barrier = mbarrier_at(w, code, barrier_address, lane)
         if barrier.cta is not owner:
-            raise ValueError("the mbarrier is not in the shared memory of the CTA that is written")
+            raise PtxFault("the mbarrier is not in the shared memory of the CTA that is written")
         return [(owner, offset, barrier)]
     if not mask or mask >> cta.cluster.size:
-        raise ValueError(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
+        raise PtxFault(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
     result = []
     for rank in range(cta.cluster.size):
         if mask >> rank & 1:
@@ -757,7 +759,7 @@ def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, c
             tensor_map = tensor_map_at(w, code, int(map_address(r)[lane]))
             box = Box(w, tensor_map, [int(r[c][lane]) for c in coordinates])
             if not box.mapping.writable:
-                raise ValueError(f"the tensor map's array {box.mapping.name} is read-only")
+                raise PtxFault(f"the tensor map's array {box.mapping.name} is read-only")
             address = int(source_address(r)[lane])
             groups = _bulk(w, lane)
             fault = _shared_box_fault(w, code, address, box.bytes, 128, lane, "read")
@@ -867,7 +869,7 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         for lane in np.flatnonzero(w.mask).tolist():
             size, inside, outside = int(r[length][lane]), int(shared_address(r)[lane]), int(global_address(r)[lane])
             if size % 16:
-                raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
+                raise PtxFault(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
             mapping = _bulk_faults(w, code, inside, size, lane, outside, to_global)
             starts = np.arange(outside, outside + size, 16)
             if (profile := cta.launch.profile) is not None:
@@ -943,7 +945,7 @@ def _bulk_between(asm: Assembler, ins: Instruction) -> Steps:
         for lane in np.flatnonzero(w.mask).tolist():
             size, start = int(r[length][lane]), int(source(r)[lane])
             if size % 16:
-                raise ValueError(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
+                raise PtxFault(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
             ((owner, place, barrier),) = _targets(w, code, lane, int(target(r)[lane]), int(barrier_address(r)[lane]), None)
             if (profile := cta.launch.profile) is not None:
                 profile.move("bulk copy shared to shared", size)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import hazards as hz
 from .hazards import Clock
-from .ptx import PtxError
+from .ptx import PtxError, PtxFault
 
 if TYPE_CHECKING:
     from .decode import Code
@@ -114,6 +114,11 @@ class Cluster:
         self.slot_times.append(1)
         return actor, 1
 
+    def settle_proxy(self, clock: Clock) -> None:
+        """Make a clock fit for other clusters: they do not know which actors here need no proxy fence."""
+        size = clock.table.shape[1]
+        np.maximum(clock.table[hz.GLOBAL_PROXY], self.floor[:size], out=clock.table[hz.GLOBAL_PROXY])
+
     def still_reading(self, warp: Warp, epoch: int) -> bool:
         """Whether an unordered access is that of a wgmma whose issue the warp knows of, but not its completion."""
         state = self.wgmma.get(epoch & hz.ACTOR_MASK)
@@ -169,21 +174,61 @@ class Cluster:
         return sum(w.live_bits.bit_count() for cta in self.ctas for w in cta.warps if not w.done)
 
 
+class SequentialFences:
+    """What the fence.sc of a launch have released so far: a later one of them acquires it where each is within the other's scope."""
+
+    def __init__(self) -> None:
+        self._ctas: dict[int, Clock] = {}
+        self._clusters: dict[int, Clock] = {}
+        self._device = Clock(np.zeros((hz.PLANES, 1), np.int64))
+        """Its foreign clocks are those of every cluster."""
+
+    def acquire(self, warp: Warp, scope: int) -> None:
+        """Order the earlier fences before the warp; scope as in control.scope_of."""
+        own = warp.cta.cluster.index
+        foreign = self._device.foreign or {}
+        near = (self._ctas.get(warp.cta.index), self._clusters.get(own) if scope else None, foreign.get(own) if scope > 1 else None)
+        for clock in near:
+            if clock is not None:
+                warp.clock.join(clock)
+        if scope > 1 and foreign:
+            warp.clock.join_foreign({cluster: clock for cluster, clock in foreign.items() if cluster != own})
+
+    def release(self, warp: Warp, scope: int, clock: Clock) -> None:
+        """Let later fences know what the warp has done."""
+        cta = warp.cta
+        _add(self._ctas, cta.index, clock)
+        if scope:
+            _add(self._clusters, cta.cluster.index, clock)
+        if scope > 1:
+            alone = Clock(clock.table.copy(), None, clock.lanes)
+            cta.cluster.settle_proxy(alone)
+            self._device.join_foreign({**(clock.foreign or {}), cta.cluster.index: alone})
+
+
+def _add(clocks: dict[int, Clock], key: int, clock: Clock) -> None:
+    known = clocks.get(key)
+    if known is None:
+        clocks[key] = clock.copy()
+    else:
+        known.join(clock)
+
+
 def owner_of(cta: Cta, address: int) -> tuple[Cta, int]:
-    """(CTA whose shared memory an address is in, offset there). ValueError for a rank that the cluster does not have."""
+    """(CTA whose shared memory an address is in, offset there). PtxFault for a rank that the cluster does not have."""
     rank = (address >> RANK_SHIFT) - 1
     if rank < 0:
         return cta, address
     if rank >= cta.cluster.size:
-        raise ValueError(f"the shared::cluster address {address:#x} names no CTA of a cluster of {cta.cluster.size}")
+        raise PtxFault(f"the shared::cluster address {address:#x} names no CTA of a cluster of {cta.cluster.size}")
     return cta.cluster.ctas[rank], address & _OFFSET
 
 
 def same_offset(cta: Cta, address: int, rank: int) -> int:
     """The address in CTA `rank` of the cluster that corresponds to an address."""
     if rank >= cta.cluster.size:
-        raise ValueError(f"rank {rank} is outside a cluster of {cta.cluster.size}")
+        raise PtxFault(f"rank {rank} is outside a cluster of {cta.cluster.size}")
     return (rank + 1) << RANK_SHIFT | address & _OFFSET
 
 
-__all__ = ["MAX_CLUSTER", "RANK_SHIFT", "Cluster", "owner_of", "same_offset"]
+__all__ = ["MAX_CLUSTER", "RANK_SHIFT", "Cluster", "SequentialFences", "owner_of", "same_offset"]

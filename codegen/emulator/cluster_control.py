@@ -14,7 +14,7 @@ from .asynchronous import check_visible, complete_on, in_flight, mbarrier_at, sh
 from .control import aligned
 from .decode import Assembler, instruction
 from .machine import RETRY, Warp, bits_of
-from .ptx import Instruction, Vector
+from .ptx import Instruction, PtxFault, Vector
 
 Array = NDArray[Any]
 
@@ -107,7 +107,7 @@ def _st_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             for owner, places, offsets in split_cluster(w, code, address[here], lanes[here]):
                 chosen = here if places is None else here[places]
                 if owner is not barrier.cta:
-                    raise ValueError("the mbarrier is not in the shared memory of the CTA that is written")
+                    raise PtxFault("the mbarrier is not in the shared memory of the CTA that is written")
                 good = shared_faults(w, code, offsets, lanes[chosen], total, True, owner)
                 if good is not None:
                     offsets, chosen = offsets[good], chosen[good]

@@ -14,7 +14,7 @@ from .decode import KINDS, Assembler, instruction, kind_bytes, uniform
 from .machine import ALL, FULL_BITS, LANES, NONE_BYTES, RETRY, SPLIT, WARP, YIELD, Warp, bits_of, mask_of
 from .machine import EXIT as EXIT_CODE
 from .memory import POISON32
-from .ptx import Immediate, Instruction, Negated, Operand, Pair, PtxError
+from .ptx import Immediate, Instruction, Negated, Operand, Pair, PtxError, PtxFault
 
 Array = NDArray[Any]
 
@@ -73,7 +73,7 @@ def _brx(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     def jump(w: Warp, r: list[Any]) -> int:
         choice = uniform(r[index], w, "the branch index")
         if choice >= len(targets):
-            raise ValueError(f"index {choice} is outside the table of {len(targets)} targets")
+            raise PtxFault(f"index {choice} is outside the table of {len(targets)} targets")
         return targets[choice]
 
     return jump, jump
@@ -187,7 +187,7 @@ def _bar(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         lane = 0 if mask is ALL else int(mask.argmax())
         numbers = r[number]
         if mask is ALL and (numbers != numbers[0]).any():
-            raise ValueError("the barrier id differs between the lanes of a warp")
+            raise PtxFault("the barrier id differs between the lanes of a warp")
         return int(numbers[lane]), None if count < 0 else int(r[count][lane])
 
     if operation in ("sync", "arrive"):
@@ -439,7 +439,10 @@ def _redux(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
 @instruction("fence", "membar")
 def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
-    """9.7.13.4. A proxy fence orders what its thread has done and knows of with the asynchronous proxy, wherever on the way it stands."""
+    """9.7.13.4. A proxy fence orders what its thread has done and knows of with the asynchronous proxy, wherever on the way it stands.
+
+    Those of fence.sc that reach each other have one order, and each synchronises with the later ones (8.9.1 and 8.9.3).
+    """
     if words[:1] == ["mbarrier_init"]:
 
         def visible(w: Warp, r: list[Any]) -> None:
@@ -460,10 +463,14 @@ def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 
         return proxy, proxy
     scope = scope_of(words)
+    # membar is fence.sc of its scope.
+    sequential = ins.opcode.startswith("membar") or "sc" in words
 
     def step(w: Warp, r: list[Any]) -> None:
         if not w.cta.check:
             return
+        if sequential:
+            w.cta.launch.fences.acquire(w, scope)
         for level in range(scope + 1):
             clock = w.acquired[level]
             if clock is not None:
@@ -471,6 +478,8 @@ def _fence(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 w.acquired[level] = None
         released = w.snapshot()
         w.fence_clocks[: scope + 1] = [released] * (scope + 1)
+        if sequential:
+            w.cta.launch.fences.release(w, scope, released)
 
     return step, step
 

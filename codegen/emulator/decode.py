@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .machine import ALL_BYTES, LANES, NONE_BYTES, Step, Warp
+from .machine import ALL_BYTES, LANES, NONE_BYTES, Step, Warp, bits_of
 from .memory import POISON32
 from .ptx import (
     Address,
+    Choices,
     Entry,
     Immediate,
     Instruction,
@@ -26,24 +27,27 @@ from .ptx import (
     Operand,
     Pair,
     PtxError,
+    PtxFault,
     Register,
     Sink,
     Special,
     Symbol,
     Vector,
+    Words,
 )
+from .unwritten import RegisterKey, Unwritten
 
 if TYPE_CHECKING:
     from .machine import Cta
 
 Array = NDArray[Any]
 
-KINDS: dict[str, Any] = {
+KINDS = Choices({
     "pred": np.bool_, "u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32,
     "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f64": np.float64,
     "f32x2": np.float32, "u16x2": np.uint16, "s16x2": np.int16,
-}  # fmt: skip
+})  # fmt: skip
 PACKED = ("f32x2", "u16x2", "s16x2")
 _PACKED_BYTES = {"u16x2": 4, "s16x2": 4, "f32x2": 8}
 
@@ -98,7 +102,7 @@ def instruction(*names: str) -> Callable[[Builder], Builder]:
     return register
 
 
-def find_builder(words: list[str]) -> tuple[Builder, list[str]] | None:
+def find_builder(words: Words) -> tuple[Builder, Words] | None:
     for length in range(min(len(words), 4), 0, -1):
         builder = TABLE.get(".".join(words[:length]))
         if builder is not None:
@@ -151,6 +155,9 @@ class Assembler:
         self.instruction: Instruction = entry.instructions[0]
         self.code = Code(0, 0, "")
         self.params = {p.name: p for p in entry.params}
+        self.uses: dict[RegisterKey, str] = {}
+        self.writes: dict[RegisterKey, str] = {}
+        """Registers that the instruction under way reads and writes, with their names."""
         self.watched = 0
         """32-bit registers (bit by number) that some wgmma names: what else accesses them is noted."""
 
@@ -166,9 +173,17 @@ class Assembler:
             self.slots.append(slot)
         return found
 
-    def register(self, register: Register, kind: str, part: int = 0) -> int:
-        """Slot of a register seen as `kind`, which may be narrower than the register (then part `part` of it, 0 the lowest)."""
+    def access(self, register: Register, *, write: bool) -> None:
+        """Note that the instruction reads or writes a register; a write of a part counts as one of the whole."""
         bits = 1 if register.type == "pred" else max(16, 8 * register.bytes)
+        (self.writes if write else self.uses)[bits, register.index] = register.name
+
+    def register(self, register: Register, kind: str, part: int = 0, *, write: bool = False) -> int:
+        """Slot of a register seen as `kind`, which may be narrower than the register (then part `part` of it, 0 the lowest)."""
+        self.access(register, write=write)
+        bits = 1 if register.type == "pred" else max(16, 8 * register.bytes)
+        if bits > 64:
+            raise self.error(f"{self.instruction.opcode}: register {register.name}: 128-bit registers are not supported")
         if (kind == "pred") != (bits == 1):
             raise self.error(f"{self.instruction.opcode}: register {register.name} is .{register.type}, not .{kind}")
         size = kind_bytes(kind)
@@ -180,9 +195,9 @@ class Assembler:
         stride = 1 if kind in PACKED else width // size
         return self._slot((bits, register.index, kind, part), Slot("reg", bits, register.index, KINDS[kind], stride, part))
 
-    def raw(self, register: Register) -> int:
+    def raw(self, register: Register, *, write: bool = False) -> int:
         """Slot of a register as unsigned bits of its own width."""
-        return self.register(register, {"pred": "pred"}.get(register.type) or f"u{max(16, 8 * register.bytes)}")
+        return self.register(register, {"pred": "pred"}.get(register.type) or f"u{max(16, 8 * register.bytes)}", write=write)
 
     def constant(self, value: Array) -> int:
         value = np.ascontiguousarray(value)
@@ -220,7 +235,7 @@ class Assembler:
             return self._slot(("sink", kind), Slot("sink", bits=1 if kind == "pred" else 8 * size, dtype=KINDS[kind]))
         if not isinstance(operand, Register):
             raise self.error(f"{self.instruction.opcode}: the destination is not a register")
-        return self.register(operand, kind)
+        return self.register(operand, kind, write=True)
 
     def operands(self, *counts: int) -> Sequence[Operand]:
         found = self.instruction.operands
@@ -353,7 +368,7 @@ def uniform(value: Array, w: Warp, what: str) -> int:
     active = value[w.mask]
     first = active[0]
     if (active != first).any():
-        raise ValueError(f"{what} differs between lanes")
+        raise PtxFault(f"{what} differs between lanes")
     return int(first)
 
 
@@ -367,22 +382,24 @@ class DecodedEntry:
         self.masked: list[Step] = []
         self.lines = [i.line for i in entry.instructions]
         self.opcodes = [i.opcode for i in entry.instructions]
+        self.unwritten = Unwritten()
         for index, ins in enumerate(entry.instructions):
             assembler.instruction = ins
             assembler.code = Code(index, ins.line, ins.opcode)
-            found = find_builder(ins.opcode.split("."))
+            assembler.uses, assembler.writes = {}, {}
+            found = find_builder(Words(ins.opcode.split(".")))
             if found is None:
                 raise PtxError(f"unknown instruction {ins.opcode}", ins.line)
             builder, modifiers = found
             try:
                 steps = builder(assembler, ins, modifiers)
                 steps = steps if getattr(builder, "handles_guard", False) else assembler.guard(steps)
-            except PtxError:
-                raise
-            except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise PtxError(f"{ins.opcode}: cannot be decoded ({error})", ins.line) from error
+            except PtxFault as error:
+                raise PtxError(f"{ins.opcode}: {error}", ins.line) from error
             self.full.append(steps[0])
             self.masked.append(steps[1])
+            self.unwritten.note(ins, assembler.code, assembler.uses, assembler.writes)
+        self.unwritten.watch(self.full, self.masked, assembler)
         self.sources = {i.line: i.source for i in entry.instructions if i.source}
         """PTX line to file:line of the source."""
         if assembler.watched:
@@ -412,9 +429,12 @@ class DecodedEntry:
         b32 = np.full((counts[32], 32), POISON32, np.uint32)
         b64 = np.full((counts[64], 32), POISON32 << 32 | POISON32, np.uint64)
         warp.B16, warp.B32, warp.B64 = b16, b32, b64
+        warp.unwritten = dict.fromkeys(self.unwritten.candidates, bits_of(warp.mask)) if warp.cta.check else {}
         banks: dict[int, Array] = {1: p, 16: b16, 32: b32, 64: b64}
         if self.local_bytes:
             warp.local = np.full((32, (self.local_bytes + 15) // 16 * 16), 0xFF, np.uint8)
+            if warp.cta.check:
+                warp.local_written = np.zeros(warp.local.shape, np.bool_)
         registers: list[Any] = []
         for slot in self.slots:
             if slot.source == "reg":

@@ -1,8 +1,8 @@
 """Bounded systematic exploration: every order of the synchronisation events of one CTA (or cluster) that can make a difference.
 
 A launch is executed again and again, each time with another order of its events: arrivals at barriers and mbarriers, completions of copies
-and commits, atomics and other strong accesses, allocations of tensor memory. Between events a warp runs alone: what it does there is
-ordered, or is a race that the clocks report in any order. A wait is no event: it goes on as soon as it can.
+and commits, atomics and other strong accesses, fence.sc, allocations of tensor memory. Between events a warp runs alone: what it does
+there is ordered, or is a race that the clocks report in any order. A wait is no event: it goes on as soon as it can.
 
 Which orders differ is decided by dynamic partial-order reduction with sleep sets (Flanagan and Godefroid, POPL 2005; Godefroid 1996). Two
 events depend on each other when they are on one object and either belong to different phases of it, or count into its transaction bytes on
@@ -32,9 +32,9 @@ Process = tuple[Any, ...]
 
 _EVENTS = (
     "bar.", "barrier.sync", "barrier.arrive", "barrier.red", "barrier.cta", "barrier.cluster.arrive", "mbarrier.arrive",
-    "mbarrier.expect_tx", "mbarrier.complete_tx", "atom.", "red.", "tcgen05.alloc", "tcgen05.dealloc",
+    "mbarrier.expect_tx", "mbarrier.complete_tx", "atom.", "red.", "tcgen05.alloc", "tcgen05.dealloc", "fence.sc", "membar.",
 )  # fmt: skip
-_QUIET = ("bar.warp", "red.async")
+_QUIET = ("bar.warp", "red.async", "membar.proxy")
 _STRONG = ("volatile", "relaxed", "acquire", "release", "mmio")
 _STRETCH = 1 << 16
 """Instructions that a warp may run between two events."""
@@ -372,6 +372,7 @@ def _stopping(step: Step, opcode: str, guard: int, negated: bool) -> Step:
     words = opcode.split(".")
     memory = words[0] in ("ld", "st", "atom", "red")
     tensor = opcode.startswith(("tcgen05.alloc", "tcgen05.dealloc"))
+    fence = words[0] in ("fence", "membar")
     counts = opcode.startswith(("mbarrier.expect_tx", "mbarrier.complete_tx"))
 
     def stop(w: Warp, r: list[Any]) -> int | None:
@@ -386,6 +387,8 @@ def _stopping(step: Step, opcode: str, guard: int, negated: bool) -> Step:
         result = step(w, r)
         if memory:
             run.effects.append(Effect("memory", 0, True, words[0] == "ld"))
+        elif fence:
+            run.effects.append(Effect("fences", 0, True))
         elif tensor:
             run.effects.append(Effect("tensor memory", 0, True))
         elif counts:

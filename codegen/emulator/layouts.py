@@ -1,7 +1,7 @@
 """Where the elements of matrices and tiles live: shared-memory descriptors, fragments, tensor memory, TMA boxes.
 
 Pure functions of their arguments, without machine state. Maps come back as read-only arrays and are cached, so that a caller may
-ask for them on every instruction. Section numbers are those of PTX ISA 9.1. Violations of a rule raise ValueError with one line.
+ask for them on every instruction. Section numbers are those of PTX ISA 9.1. Violations of a rule raise PtxFault with one line.
 
 Swizzle modes are written as the swizzle width in bytes: 0 (none), 32, 64, 128, and `SWIZZLE_128B_ATOM_32B`.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .ptx import PtxFault
 
 Int64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
@@ -46,7 +48,7 @@ def swizzle(byte_address: Any, mode: int, base_offset: int = 0) -> Any:
     try:
         low, bits = _SWIZZLE_BITS[mode]
     except KeyError:
-        raise ValueError(f"swizzle mode {mode} is none of 0, 32, 64, 128, SWIZZLE_128B_ATOM_32B") from None
+        raise PtxFault(f"swizzle mode {mode} is none of 0, 32, 64, 128, SWIZZLE_128B_ATOM_32B") from None
     if not bits:
         return byte_address
     row = (byte_address >> 7) - base_offset
@@ -62,9 +64,9 @@ def swizzle_chunks(phase: int, count: int, mode: int) -> Int64:
     writes a dense TMA box. Returns int64 [count], read-only.
     """
     if mode and phase % 128:
-        raise ValueError(f"a swizzled tile needs a destination aligned to 128 bytes, not address % 1024 = {phase}")
+        raise PtxFault(f"a swizzled tile needs a destination aligned to 128 bytes, not address % 1024 = {phase}")
     if phase % 16:
-        raise ValueError(f"a tile needs a destination aligned to 16 bytes, not address % 1024 = {phase}")
+        raise PtxFault(f"a tile needs a destination aligned to 16 bytes, not address % 1024 = {phase}")
     linear = phase + 16 * np.arange(count, dtype=np.int64)
     result: Int64 = (swizzle(linear, mode) - phase) // 16
     return _frozen(result)
@@ -101,30 +103,30 @@ def _common_fields(value: int) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=4096)
 def decode_wgmma_descriptor(value: int) -> MatrixDescriptor:
-    """Decode a 64-bit wgmma descriptor (sm_90a). ValueError when reserved bits are set."""
+    """Decode a 64-bit wgmma descriptor (sm_90a). PtxFault when reserved bits are set."""
     value = int(value)
     if reserved := value & ~(0xC00E_3FFF_3FFF_3FFF):
-        raise ValueError(f"wgmma matrix descriptor {value:#018x} has reserved bits set ({reserved:#x})")
+        raise PtxFault(f"wgmma matrix descriptor {value:#018x} has reserved bits set ({reserved:#x})")
     start, leading, stride, base = _common_fields(value)
     return MatrixDescriptor(start, leading, stride, base, _WGMMA_SWIZZLE[value >> 62])
 
 
 @lru_cache(maxsize=4096)
 def decode_tcgen05_descriptor(value: int) -> MatrixDescriptor:
-    """Decode a 64-bit tcgen05 descriptor (sm_100a). ValueError for reserved bits, a wrong version or an unknown swizzle mode.
+    """Decode a 64-bit tcgen05 descriptor (sm_100a). PtxFault for reserved bits, a wrong version or an unknown swizzle mode.
 
     Bit 52 (LBO as an absolute address) exists on sm_103a only and is refused.
     """
     value = int(value)
     if value >> 52 & 1:
-        raise ValueError(f"tcgen05 matrix descriptor {value:#018x}: bit 52 (absolute leading address) does not exist on sm_100a")
+        raise PtxFault(f"tcgen05 matrix descriptor {value:#018x}: bit 52 (absolute leading address) does not exist on sm_100a")
     if reserved := value & ~(0xE00E_7FFF_3FFF_3FFF | 1 << 47):
-        raise ValueError(f"tcgen05 matrix descriptor {value:#018x} has reserved bits set ({reserved:#x})")
+        raise PtxFault(f"tcgen05 matrix descriptor {value:#018x} has reserved bits set ({reserved:#x})")
     if value >> 46 & 3 != 1:
-        raise ValueError(f"tcgen05 matrix descriptor {value:#018x}: bits 46-48 must be 0b001")
+        raise PtxFault(f"tcgen05 matrix descriptor {value:#018x}: bits 46-48 must be 0b001")
     mode = value >> 61
     if mode not in _TCGEN05_SWIZZLE:
-        raise ValueError(f"tcgen05 matrix descriptor {value:#018x}: swizzle mode {mode} is none of 0, 1, 2, 4, 6")
+        raise PtxFault(f"tcgen05 matrix descriptor {value:#018x}: swizzle mode {mode} is none of 0, 1, 2, 4, 6")
     start, leading, stride, base = _common_fields(value)
     return MatrixDescriptor(start, leading, stride, base, _TCGEN05_SWIZZLE[mode])
 
@@ -134,10 +136,10 @@ def _encode_common(descriptor: MatrixDescriptor) -> int:
     for name, shift in (("start", 0), ("leading", 16), ("stride", 32)):
         field: int = getattr(descriptor, name)
         if field % 16 or not 0 <= field < 1 << 18:
-            raise ValueError(f"matrix descriptor {name} {field} is not a multiple of 16 in [0, 2^18)")
+            raise PtxFault(f"matrix descriptor {name} {field} is not a multiple of 16 in [0, 2^18)")
         value |= field >> 4 << shift
     if not 0 <= descriptor.base_offset < 8:
-        raise ValueError(f"matrix descriptor base offset {descriptor.base_offset} is not in 0..7")
+        raise PtxFault(f"matrix descriptor base offset {descriptor.base_offset} is not in 0..7")
     return value | descriptor.base_offset << 49
 
 
@@ -146,7 +148,7 @@ def encode_wgmma_descriptor(descriptor: MatrixDescriptor) -> int:
     for code, mode in _WGMMA_SWIZZLE.items():
         if mode == descriptor.swizzle:
             return _encode_common(descriptor) | code << 62
-    raise ValueError(f"wgmma matrix descriptors have no swizzle mode {descriptor.swizzle}")
+    raise PtxFault(f"wgmma matrix descriptors have no swizzle mode {descriptor.swizzle}")
 
 
 def encode_tcgen05_descriptor(descriptor: MatrixDescriptor) -> int:
@@ -154,7 +156,7 @@ def encode_tcgen05_descriptor(descriptor: MatrixDescriptor) -> int:
     for code, mode in _TCGEN05_SWIZZLE.items():
         if mode == descriptor.swizzle:
             return _encode_common(descriptor) | 1 << 46 | code << 61
-    raise ValueError(f"tcgen05 matrix descriptors have no swizzle mode {descriptor.swizzle}")
+    raise PtxFault(f"tcgen05 matrix descriptors have no swizzle mode {descriptor.swizzle}")
 
 
 @lru_cache(maxsize=512)
@@ -185,15 +187,15 @@ def operand_offsets(descriptor: MatrixDescriptor, mn: int, k: int, element_bytes
     """
     mode = descriptor.swizzle
     if major not in ("k", "mn"):
-        raise ValueError(f"operand major {major!r} is neither 'k' nor 'mn'")
+        raise PtxFault(f"operand major {major!r} is neither 'k' nor 'mn'")
     if element_bytes not in (1, 2, 4):
-        raise ValueError(f"operand elements of {element_bytes} bytes do not exist")
+        raise PtxFault(f"operand elements of {element_bytes} bytes do not exist")
     if mode == SWIZZLE_128B_ATOM_32B and not (major == "mn" and element_bytes == 4):
-        raise ValueError("the 128-byte swizzle with 32-byte atoms is for MN-major 32-bit elements only")
+        raise PtxFault("the 128-byte swizzle with 32-byte atoms is for MN-major 32-bit elements only")
     if major == "mn" and element_bytes == 4 and mode != SWIZZLE_128B_ATOM_32B:
-        raise ValueError("MN-major 32-bit operands need the 128-byte swizzle with 32-byte atoms")
+        raise PtxFault("MN-major 32-bit operands need the 128-byte swizzle with 32-byte atoms")
     if major == "k" and mode and k * element_bytes > mode:
-        raise ValueError(f"a K-major row of {k * element_bytes} bytes is longer than the {mode}-byte swizzle")
+        raise PtxFault(f"a K-major row of {k * element_bytes} bytes is longer than the {mode}-byte swizzle")
     pattern = _operand_pattern(descriptor.leading, descriptor.stride, mode, mn, k, element_bytes, major)
     result: Int64 = swizzle(descriptor.start + pattern, mode, descriptor.base_offset)
     return _frozen(result)
@@ -209,7 +211,7 @@ def wgmma_d_fragment(n: int) -> tuple[Int64, Int64]:
     An f16 accumulator packs registers 2i and 2i + 1 of this map into one 32-bit register, low half first.
     """
     if n % 8 or not 8 <= n <= 256:
-        raise ValueError(f"wgmma n = {n} is not a multiple of 8 in 8..256")
+        raise PtxFault(f"wgmma n = {n} is not a multiple of 8 in 8..256")
     thread = np.arange(128, dtype=np.int64)[:, None]
     register = np.arange(n // 2, dtype=np.int64)[None, :]
     group, quad = thread % 32 // 4, thread % 4
@@ -263,7 +265,7 @@ def mma_d_fragment() -> tuple[Int64, Int64]:
 
 def _check_mma_k(k: int) -> None:
     if k not in (8, 16):
-        raise ValueError(f"mma.sync m16n8k{k} has no 16-bit form: k is 8 or 16")
+        raise PtxFault(f"mma.sync m16n8k{k} has no 16-bit form: k is 8 or 16")
 
 
 @lru_cache(maxsize=8)
@@ -274,7 +276,7 @@ def ldmatrix_map(num: int, trans: bool = False) -> tuple[Int64, Int64]:
     the 16-byte row, and the index of the 16-bit element in that row. Matrix i takes its row addresses from lanes 8i .. 8i + 7.
     """
     if num not in (1, 2, 4):
-        raise ValueError(f"ldmatrix/stmatrix .x{num}: the count is 1, 2 or 4")
+        raise PtxFault(f"ldmatrix/stmatrix .x{num}: the count is 1, 2 or 4")
     lane = np.arange(32, dtype=np.int64)[:, None, None]
     matrix = np.arange(num, dtype=np.int64)[None, :, None]
     half = np.arange(2, dtype=np.int64)[None, None, :]
@@ -300,10 +302,10 @@ TMEM_COLUMNS = 512
 def tmem_registers(shape: str, num: int) -> int:
     """32-bit registers of a tcgen05.ld/st of this shape and repetition (9.7.16.8.2, Table 49); the same with pack/unpack."""
     if shape not in TMEM_SHAPES:
-        raise ValueError(f"tcgen05.ld/st shape {shape!r} is none of {', '.join(TMEM_SHAPES)}")
+        raise PtxFault(f"tcgen05.ld/st shape {shape!r} is none of {', '.join(TMEM_SHAPES)}")
     registers, largest, _, _ = TMEM_SHAPES[shape]
     if num < 1 or num > largest or num & (num - 1):
-        raise ValueError(f"tcgen05.ld/st.{shape}.x{num}: the repetition is a power of two up to {largest}")
+        raise PtxFault(f"tcgen05.ld/st.{shape}.x{num}: the repetition is a power of two up to {largest}")
     return registers * num
 
 
@@ -319,7 +321,7 @@ def tmem_map(shape: str, num: int, half_split: int = 0, pack16: bool = False) ->
     t = np.arange(32, dtype=np.int64)[:, None]
     r = np.arange(registers, dtype=np.int64)[None, :]
     if half_split and shape != "16x32bx2":
-        raise ValueError(f"tcgen05.ld/st.{shape} has no half-split offset")
+        raise PtxFault(f"tcgen05.ld/st.{shape} has no half-split offset")
     split: Int64 = np.zeros((32, 1), dtype=np.int64)
     if shape == "32x32b":
         lane, column = t, r
@@ -348,7 +350,7 @@ def tcgen05_d_layout(m: int, n: int, ws: bool, base_lane: int = 0) -> tuple[Int6
     col = np.arange(n, dtype=np.int64)[None, :]
     half_datapath = m == 64 and not ws
     if base_lane and not (half_datapath and base_lane == 16):
-        raise ValueError(f"a tcgen05 accumulator with M={m}{' .ws' if ws else ''} cannot start at lane {base_lane}")
+        raise PtxFault(f"a tcgen05 accumulator with M={m}{' .ws' if ws else ''} cannot start at lane {base_lane}")
     if half_datapath:
         lane, column = 32 * (row // 16) + row % 16 + base_lane + 0 * col, col + 0 * row
     else:
@@ -363,7 +365,7 @@ def _lane_groups(m: int, ws: bool) -> int:
         return 1
     if ws and m in (32, 64):
         return 128 // m
-    raise ValueError(f"tcgen05.mma{'.ws' if ws else ''} has no M={m}")
+    raise PtxFault(f"tcgen05.mma{'.ws' if ws else ''} has no M={m}")
 
 
 def tcgen05_d_columns(m: int, n: int, ws: bool) -> int:
@@ -422,29 +424,29 @@ def _check_instruction(descriptor: InstructionDescriptor, ws: bool) -> None:
         legal = bool(step) and step <= n <= 256 and n % step == 0
         rule = "M=64 with N a multiple of 8 up to 256, or M=128 with N a multiple of 16 up to 256"
     if not legal:
-        raise ValueError(f"tcgen05.mma{'.ws' if ws else ''} kind::f16 has no shape M={m}, N={n}: it needs {rule}")
+        raise PtxFault(f"tcgen05.mma{'.ws' if ws else ''} kind::f16 has no shape M={m}, N={n}: it needs {rule}")
     if descriptor.d_format == "f16" and (descriptor.a_format, descriptor.b_format) != ("f16", "f16"):
-        raise ValueError("tcgen05.mma kind::f16 with an f16 accumulator needs f16 A and B")
+        raise PtxFault("tcgen05.mma kind::f16 with an f16 accumulator needs f16 A and B")
     if descriptor.max_shift and not ws:
-        raise ValueError("the instruction descriptor's maximum column shift is for tcgen05.mma.ws only")
+        raise PtxFault("the instruction descriptor's maximum column shift is for tcgen05.mma.ws only")
 
 
 @lru_cache(maxsize=256)
 def decode_instruction_descriptor(value: int, ws: bool) -> InstructionDescriptor:
     """Decode and check the instruction descriptor of kind::f16, cta_group::1 (9.7.16.4.2, shapes of 9.7.16.2.1).
 
-    ValueError for reserved bits, sparsity, formats other than f16/bf16 and f16/f32, and illegal shapes.
+    PtxFault for reserved bits, sparsity, formats other than f16/bf16 and f16/f32, and illegal shapes.
     """
     value = int(value)
     if value & 0b111:
-        raise ValueError(f"instruction descriptor {value:#010x}: sparse MMA is not supported")
+        raise PtxFault(f"instruction descriptor {value:#010x}: sparse MMA is not supported")
     if value >> 3 & 1:
-        raise ValueError(f"instruction descriptor {value:#010x}: the saturate bit is for integer kinds only")
+        raise PtxFault(f"instruction descriptor {value:#010x}: the saturate bit is for integer kinds only")
     if reserved := value & (1 << 6 | 1 << 23 | 1 << 29):
-        raise ValueError(f"instruction descriptor {value:#010x} has reserved bits set ({reserved:#x})")
+        raise PtxFault(f"instruction descriptor {value:#010x} has reserved bits set ({reserved:#x})")
     d, a, b = value >> 4 & 3, value >> 7 & 7, value >> 10 & 7
     if d > 1 or a > 1 or b > 1:
-        raise ValueError(f"instruction descriptor {value:#010x}: kind::f16 has no formats D={d}, A={a}, B={b}")
+        raise PtxFault(f"instruction descriptor {value:#010x}: kind::f16 has no formats D={d}, A={a}, B={b}")
     descriptor = InstructionDescriptor(
         m=(value >> 24 & 31) << 4,
         n=(value >> 17 & 63) << 3,
@@ -539,7 +541,7 @@ def tma_rows(
     """
     rank = len(shape)
     if not len(box) == len(coords) == rank or len(strides) != rank - 1:
-        raise ValueError(f"a rank-{rank} tensor map needs {rank} box extents and coordinates and {rank - 1} strides")
+        raise PtxFault(f"a rank-{rank} tensor map needs {rank} box extents and coordinates and {rank - 1} strides")
     counts = tma_box_shape(box, element_strides)
     inner = int(coords[0])
     low, high = max(inner, 0), min(inner + counts[-1], shape[-1])
@@ -579,9 +581,9 @@ def tma_tile(
     counts = tma_box_shape(box, element_strides)
     rows = tma_rows(shape, strides, box, coords, element_bytes, element_strides)
     if swizzle_mode and smem_address % 128:
-        raise ValueError(f"a swizzled tile needs a shared-memory address aligned to 128 bytes, not {smem_address:#x}")
+        raise PtxFault(f"a swizzled tile needs a shared-memory address aligned to 128 bytes, not {smem_address:#x}")
     if swizzle_mode and rows.row_bytes > _SWIZZLE_WIDTH.get(swizzle_mode, 0):
-        raise ValueError(f"a box row of {rows.row_bytes} bytes is wider than swizzle mode {swizzle_mode}")
+        raise PtxFault(f"a box row of {rows.row_bytes} bytes is wider than swizzle mode {swizzle_mode}")
     column = np.arange(counts[-1], dtype=np.int64) * element_bytes
     offset = rows.global_offset[:, None] + (column - rows.first)[None, :]
     inside = rows.inside[:, None] & ((column >= rows.first) & (column < rows.first + rows.length))[None, :]

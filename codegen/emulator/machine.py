@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .cluster import Cluster
+from .cluster import Cluster, SequentialFences
 from .hazards import Access, Clock, Hazard, Reporter, Shadow
 from .memory import POISON32, SHARED_START, Memory, TensorMap
 from .observe import Observer, landing
 from .profile import Profile
-from .ptx import PtxError
+from .ptx import PtxError, PtxFault
 from .regions import Regions
 from .schedule import Schedule
 
@@ -154,6 +154,10 @@ class Warp:
         self.B32: Array
         self.B64: Array
         self.local: NDArray[np.uint8] | None = None
+        self.local_written: Bool | None = None
+        """Bytes of local memory that have been written, of each lane; only with checks."""
+        self.unwritten: dict[tuple[int, int], int] = {}
+        """Lanes in which a register that may be read before it is written has not been written."""
         # Happens-before: the strand of the lanes that run.
         self.clock = self.track.clock
         self.epochs = self.track.epochs
@@ -306,9 +310,7 @@ class Warp:
                             break
                         if pc in others or pc > behind:
                             break
-            except PtxError:
-                raise
-            except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError, NotImplementedError) as error:
+            except PtxFault as error:
                 raise PtxError(f"{code.opcodes[pc]}: {error}", code.lines[pc]) from error
             group.pc = pc
             if result is not None and result < 0:
@@ -553,7 +555,7 @@ class Cta:
         self.words.clear()
         for warp in self.warps:
             warp.R.clear()
-            warp.local = warp.wgmma = warp.tmem_ops = None
+            warp.local = warp.local_written = warp.wgmma = warp.tmem_ops = None
 
     def left(self, clock: Clock, also: Clock | None) -> None:
         """Threads exit with this clock."""
@@ -761,6 +763,7 @@ class Run:
         self.total_clusters = self.total // self.cluster_size
         self.next_cluster = 0
         self.global_shadow = hz.GlobalShadow()
+        self.fences = SequentialFences()
         self.global_sync: dict[int, dict[tuple[int, int, int], Clock]] = {}
         """Global address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.stopped = False

@@ -90,9 +90,9 @@ def _loaded(asm: Assembler, operand: Operand, kind: str) -> tuple[int, Any]:
     if width < size:
         raise asm.error(f"{asm.instruction.opcode}: register {operand.name} is narrower than the value loaded")
     if width == size:
-        return asm.register(operand, f"u{8 * size}"), None
+        return asm.register(operand, f"u{8 * size}", write=True), None
     signed = kind[0] == "s"
-    return asm.register(operand, ("s" if signed else "u") + str(8 * width)), KINDS[kind] if signed else None
+    return asm.register(operand, ("s" if signed else "u") + str(8 * width), write=True), KINDS[kind] if signed else None
 
 
 @instruction("ld", "ldu")

@@ -27,6 +27,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .ptx import PtxFault
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
@@ -55,7 +57,7 @@ _SCALE = 2.0**64
 
 def _check_rounding(rounding: str) -> None:
     if rounding not in _ROUNDINGS:
-        raise ValueError(f"rounding {rounding!r} is none of {', '.join(_ROUNDINGS)}")
+        raise PtxFault(f"rounding {rounding!r} is none of {', '.join(_ROUNDINGS)}")
 
 
 # ------------------------------------------------------------------------------------------------------ shared f32 helpers
@@ -402,7 +404,7 @@ def _widen(x: U16, fmt: str) -> F64:
         return x.view(np.float16).astype(np.float64)
     if fmt == "bf16":
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    raise ValueError(f"16-bit float format {fmt!r} is neither 'f16' nor 'bf16'")
+    raise PtxFault(f"16-bit float format {fmt!r} is neither 'f16' nor 'bf16'")
 
 
 def _narrow_16(x: F64, fmt: str) -> U16:
@@ -493,7 +495,7 @@ def f32_to_bf16(x: F32, rounding: str = "rn", relu: bool = False, satfinite: boo
     elif rounding == "rz":
         result = (bits >> np.uint32(16)).astype(np.uint16)
     else:
-        raise ValueError(f"cvt to bf16 rounds rn or rz, not {rounding!r}")
+        raise PtxFault(f"cvt to bf16 rounds rn or rz, not {rounding!r}")
     return _finish_16(x, result, 0x7F7F, 0x7F80, relu, satfinite)
 
 
@@ -537,7 +539,7 @@ def f32_to_tf32(x: F32, rounding: str = "rna", relu: bool = False) -> U32:
     elif rounding == "rz":
         rounded = bits
     else:
-        raise ValueError(f"cvt to tf32 rounds rna, rn or rz, not {rounding!r}")
+        raise PtxFault(f"cvt to tf32 rounds rna, rn or rz, not {rounding!r}")
     kept = np.uint32(0xFFFFE000)
     result = np.where(np.isfinite(x), rounded, bits) & kept
     if relu:

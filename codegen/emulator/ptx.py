@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,41 @@ class PtxError(ValueError):
         self.line = line
         self.hazards: list[Hazard] = []
         """What the checks had found when a launch was given up."""
+
+
+class PtxFault(ValueError):
+    """What PTX asks for cannot be done: one line, to which whoever decodes or executes the instruction adds where (PtxError).
+
+    Only this is taken for a fault of the PTX; any other exception inside an instruction is a defect of the emulator, and stays one.
+    """
+
+
+class Words(list[str]):
+    """Modifiers of an opcode: one that is missing is a fault of the PTX."""
+
+    def __getitem__(self, place: Any) -> Any:
+        try:
+            found = super().__getitem__(place)
+        except IndexError:
+            raise PtxFault("a modifier is missing") from None
+        return Words(found) if isinstance(place, slice) else found
+
+
+class Operands(tuple["Operand", ...]):
+    """Operands of an instruction: one that is missing is a fault of the PTX."""
+
+    def __getitem__(self, place: Any) -> Any:
+        try:
+            return super().__getitem__(place)
+        except IndexError:
+            raise PtxFault(f"there are only {len(self)} operands") from None
+
+
+class Choices(dict[str, Any]):
+    """What a modifier may be: one that is not among the keys is a fault of the PTX."""
+
+    def __missing__(self, key: str) -> Any:
+        raise PtxFault(f".{key} is not supported here")
 
 
 TYPE_BYTES = {
@@ -700,7 +735,7 @@ class _Parser:
             if base == "brx":
                 operands.append(self._operand())
                 self.expect(",")
-            instruction = Instruction(line, token, tuple(operands), guard, negated, label=self.next())
+            instruction = Instruction(line, token, Operands(operands), guard, negated, label=self.next())
             self.expect(";")
             self.branches.append((instruction, self.scope))
             entry.instructions.append(instruction)
@@ -716,7 +751,7 @@ class _Parser:
                     continue
                 self.expect(";")
                 break
-        instruction = Instruction(line, token, tuple(operands), guard, negated)
+        instruction = Instruction(line, token, Operands(operands), guard, negated)
         entry.instructions.append(instruction)
         self._locate(instruction)
 

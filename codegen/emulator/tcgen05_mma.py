@@ -36,7 +36,7 @@ from .layouts import (
 )
 from .machine import Cta, MBarrier, Pending, Warp
 from .memory import POISON16, SHARED_START
-from .ptx import Address, Immediate, Instruction, Operand, Vector
+from .ptx import Address, Immediate, Instruction, Operand, PtxFault, Vector
 from .tensor import check_tile
 from .tensor_core import multiply_accumulate, widen
 from .tmem import TensorMemory, settle_tmem, tensor_limits, tensor_memory
@@ -413,7 +413,7 @@ class _Mma:
         memory = tensor_memory(cta)
         descriptor = decode_instruction_descriptor(int(r[self.idesc][lane]), ws)
         if self.mask >= 0 and zero_column_mask_enabled(int(r[self.mask][lane])):
-            raise ValueError(f"the zero-column mask {int(r[self.mask][lane]):#x} is not supported: pass 0")
+            raise PtxFault(f"the zero-column mask {int(r[self.mask][lane]):#x} is not supported: pass 0")
         enable = bool(r[self.enable][lane])
         thread = issuer(w, lane)
         d_address = _address(r, self.d, lane)
@@ -431,7 +431,7 @@ class _Mma:
         a_operand: SharedOperand | None = None
         if self.a_in_tmem:
             if descriptor.a_major != "k":
-                raise ValueError("an A operand in tensor memory cannot be transposed")
+                raise PtxFault("an A operand in tensor memory cannot be transposed")
             a_address = _address(r, self.a, lane)
             a_height, a_low = _lanes(descriptor, ws, a_address >> 16, "A operand")
             a_block = Block(a_address & 0xFFFF, K // 2, a_low, a_low + a_height)
@@ -513,7 +513,7 @@ def _lanes(descriptor: InstructionDescriptor, ws: bool, lane: int, what: str) ->
     half = descriptor.m == 64 and not ws
     if lane and not (half and lane == 16):
         rule = "0 or 16" if half else "0"
-        raise ValueError(f"the {what} of M={descriptor.m}{' .ws' if ws else ''} starts at tensor memory lane {lane}: it must be {rule}")
+        raise PtxFault(f"the {what} of M={descriptor.m}{' .ws' if ws else ''} starts at tensor memory lane {lane}: it must be {rule}")
     return (16, lane) if half else (32, 0)
 
 
@@ -573,7 +573,7 @@ def _cp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         for lane in np.flatnonzero(w.mask).tolist():
             address = _address(r, (slot, offset), lane)
             if address >> 16:
-                raise ValueError(f"the destination starts at tensor memory lane {address >> 16}: it must be 0")
+                raise PtxFault(f"the destination starts at tensor memory lane {address >> 16}: it must be 0")
             thread = issuer(w, lane)
             operand = SharedOperand(decode_tcgen05_descriptor(int(r[matrix][lane])), rows, 8 * chunks, "k")
             block = Block(address & 0xFFFF, 4 * chunks, 0, sources[0].stop - sources[0].start)
@@ -665,7 +665,7 @@ def _commit(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if ranks >= 0:
                 mask = int(r[ranks][lane])
                 if not mask or mask >> cta.cluster.size:
-                    raise ValueError(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
+                    raise PtxFault(f"the multicast mask {mask:#x} does not name CTAs of a cluster of {cta.cluster.size}")
                 places = [same_offset(cta, at, rank) for rank in range(cta.cluster.size) if mask >> rank & 1]
             else:
                 places = [at]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .access import _shared, check_shared
+from .access import _shared, check_lanes, check_shared
 from .alu import Steps
 from .asynchronous import shared_reader
 from .control import aligned
@@ -40,8 +40,8 @@ Array = NDArray[Any]
 Int64 = NDArray[np.int64]
 
 
-def vector_registers(asm: Assembler, operand: Operand, count: int) -> Int64:
-    """Row numbers in the warp's 32-bit bank of a vector of 32-bit registers."""
+def vector_registers(asm: Assembler, operand: Operand, count: int, *, write: bool = False) -> Int64:
+    """Row numbers in the warp's 32-bit bank of a vector of 32-bit registers, which the instruction reads or writes."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count:
         raise asm.error(f"{asm.instruction.opcode} needs a vector of {count} registers, not {len(items)}")
@@ -49,6 +49,7 @@ def vector_registers(asm: Assembler, operand: Operand, count: int) -> Int64:
     for item in items:
         if not isinstance(item, Register) or item.bytes != 4 or item.type == "pred":
             raise asm.error(f"{asm.instruction.opcode}: the vector must be made of 32-bit registers")
+        asm.access(item, write=write)
         rows.append(item.index)
     return np.array(rows, np.int64)
 
@@ -231,7 +232,8 @@ def _wgmma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     expected = 7 if from_registers else 8
     if len(operands) != expected:
         raise asm.error(f"{ins.opcode} takes {expected} operands, not {len(operands)}")
-    rows = vector_registers(asm, operands[0], n // 2)
+    # Read too when scale-d is true: what is added to then is in flight or checked by its fence.
+    rows = vector_registers(asm, operands[0], n // 2, write=True)
     key = tuple(rows.tolist())
     d_bits = register_bits(rows)
     if len(set(key)) != len(key):
@@ -465,7 +467,8 @@ def _mma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         raise asm.error(f"{ins.opcode} is not supported: m16n8k8 and m16n8k16 .f32 of bf16 or f16 are")
     k, fmt = int(shape[6:]), types[1]
     d, a, b, c = asm.operands(4)
-    d_rows, c_rows = vector_registers(asm, d, 4), vector_registers(asm, c, 4) if isinstance(c, Vector) and not _constant(c) else None
+    d_rows = vector_registers(asm, d, 4, write=True)
+    c_rows = vector_registers(asm, c, 4) if isinstance(c, Vector) and not _constant(c) else None
     a_rows, b_rows = vector_registers(asm, a, k // 4), vector_registers(asm, b, k // 8)
     c_sources = [asm.source(o, "f32") for o in c.items] if isinstance(c, Vector) else []
     a_map, b_map, (rows, cols) = mma_a_fragment(k), mma_b_fragment(k), mma_d_fragment()
@@ -504,7 +507,7 @@ def _ldmatrix(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.14.5.15"""
     count, trans = _matrix_form(asm, words)
     operands = asm.operands(2)
-    rows = vector_registers(asm, operands[0], count)
+    rows = vector_registers(asm, operands[0], count, write=True)
     read = shared_reader(asm, operands[1], words)
     supplier, element = ldmatrix_map(count, trans)
     code = asm.code
@@ -542,7 +545,10 @@ def _stmatrix(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         if good is not None:
             valid = good[supplier]
             index, value = index[valid], value[valid]
-        w.cta.words[2][index] = value
+        words16 = w.cta.words[2]
+        words16[index] = value
+        if w.cta.check and (words16[index] != value).any():
+            check_lanes(w, code, "shared", address[: 8 * count], LANES[: 8 * count], [LANES[: 8 * count]])
 
     return aligned(asm, (step, step))
 

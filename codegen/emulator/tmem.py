@@ -21,7 +21,7 @@ from .control import aligned
 from .decode import DECODE_HOOKS, EXIT_HOOKS, Assembler, Code, DecodedEntry, instruction, uniform
 from .layouts import TMEM_COLUMNS, TMEM_LANES, TMEM_SHAPES, tmem_map, tmem_registers
 from .machine import RETRY, Cta, Group, Pending, Step, Warp
-from .memory import POISON32
+from .memory import POISON32, SHARED_START
 from .ptx import Address, Instruction, Register, Vector
 from .tensor import vector_registers
 
@@ -171,7 +171,7 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         memory.unread[first] = int(address[lane])
         if cta.check:
             w.sync_lanes()
-        if cta.shadow is not None:
+        if cta.shadow is not None and SHARED_START <= address[lane] <= cta.shared_end - 4:
             cta.shadow.read[int(address[lane]) >> cta.shadow.shift] = 0
         cta.launch.progress_count += 1
         return None
@@ -412,7 +412,7 @@ def _ld(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     if "red" in words:
         raise asm.error(f"{ins.opcode} is not supported")
     operands = asm.operands(3 if shape == "16x32bx2" else 2)
-    rows = vector_registers(asm, operands[0], tmem_registers(shape, num))
+    rows = vector_registers(asm, operands[0], tmem_registers(shape, num), write=True)
     split = asm.integer(operands[2], "the half split") if shape == "16x32bx2" else 0
     lane, column = tmem_map(shape, num, split, pack)
     slot, offset, _ = asm.address(operands[1], "tensor")

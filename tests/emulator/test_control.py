@@ -62,7 +62,7 @@ def test_one_lane_may_wait_for_another_of_its_warp(assemble):
     """
     for seed in SEEDS:
         program = assemble(
-            "mov.u32 %r9, 0; @%p0 bra X; st.volatile.shared.u32 [flag], %r9; X: bar.warp.sync -1;" + body + STORE,
+            "mov.u32 %r9, 0; st.volatile.shared.u32 [flag], %r9; bar.warp.sync -1;" + body + STORE,
             "out",
             shared=".shared .u32 flag;",
         )

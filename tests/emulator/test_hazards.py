@@ -90,7 +90,7 @@ def test_two_barriers_that_do_not_include_both_warps_order_nothing(assemble):
     body = (
         SLOT
         + """
-        shr.u32 %r6, %warp, 1; add.u32 %r6, %r6, 1; setp.eq.u32 %p1, %warp, 0; @%p1 st.shared.u32 [s], %tid; bar.sync %r6, 64;
+        shr.u32 %r6, %warp, 1; add.u32 %r6, %r6, 1; setp.eq.u32 %p1, %warp, 0; @%p1 st.shared.u32 [s], %warp; bar.sync %r6, 64;
         setp.eq.u32 %p2, %warp, {reader}; @%p2 ld.shared.u32 %r1, [s];
     """
     )

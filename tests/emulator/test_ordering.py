@@ -236,10 +236,11 @@ def wgmma_kinds(body, after="", setup="", text=None):
 
 @pytest.mark.parametrize("touch", ["mov.f32 %f9, %f0;", "mov.f32 %f3, 0f00000000;", "add.f32 %f9, %f9, %f2;"])
 def test_accumulators_are_not_touched_before_the_wait(touch):
-    assert wgmma_kinds(mma(8, "bf16") + COMMIT + touch + "wgmma.wait_group.sync.aligned 0;") == {"wgmma_in_flight"}
-    assert wgmma_kinds(mma(8, "bf16") + WAIT + touch) == set()
+    setup = "mov.f32 %f9, 0f00000000; mov.f32 %f10, 0f00000000;"
+    assert wgmma_kinds(mma(8, "bf16") + COMMIT + touch + "wgmma.wait_group.sync.aligned 0;", setup=setup) == {"wgmma_in_flight"}
+    assert wgmma_kinds(mma(8, "bf16") + WAIT + touch, setup=setup) == set()
     # Other registers may be.
-    assert wgmma_kinds(mma(8, "bf16") + COMMIT + "mov.f32 %f9, %f10;" + "wgmma.wait_group.sync.aligned 0;") == set()
+    assert wgmma_kinds(mma(8, "bf16") + COMMIT + "mov.f32 %f9, %f10;" + "wgmma.wait_group.sync.aligned 0;", setup=setup) == set()
 
 
 def test_fragments_of_a_are_not_touched_before_the_wait():
