@@ -155,6 +155,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--input", "input_path", type=click.Path(path_type=Path), help="Arrays q, k, v in an .npz or .safetensors file.")
 @click.option("--save", "save_path", type=click.Path(path_type=Path), help="Write the outputs to this .npz file.")
 @click.option("--update-golden", is_flag=True, help="Store the outputs as the new goldens, where they are within bounds.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows and the findings as JSON instead of the table.")
 def run(ref: str, **options: Any) -> int:
     """Run every unit kernel and the full kernel of a config against the references; exit 1 if anything is out of bounds."""
     from .codegen import runner

@@ -355,7 +355,7 @@ class Generated:
         from .render import render
 
         module = compile_source(render(config, arch)["attention.cu"], arch, "attention.cu")
-        return Compiled(arch, module.ptx, module.cubin)
+        return Compiled(arch, module.ptx, module.cubin, module.source, module.file_name)
 
 
 @lru_cache(maxsize=64)
@@ -568,7 +568,7 @@ def _emulate(named: dict[str, Any], options: Options, kernels: Kernels) -> None:
     config, launch, _ = plan_launch(arrays, named, options, arch, None, kernels, np.zeros)
     outcome = EmulatorBackend().run(kernels.compiled(config, arch), launch)
     if outcome.hazards:
-        raise BackendError(f"{launch.entry}: {outcome.hazards[0].kind}: {outcome.hazards[0].message}")
+        raise BackendError(f"{launch.entry}: {outcome.hazards[0]}", outcome.hazards)
 
 
 # --- the call ------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
 from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, derive, entry_configs, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
+from .memory_names import attention_regions
 from .units import DTYPES
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ def attention_launch(
         arrived,
         *feature_values(config, given, q),
     )
-    return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster)
+    return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster, attention_regions(geo))
 
 
 class Extents(NamedTuple):

@@ -12,6 +12,7 @@ from .config import Config
 from .emulator import Uninitialized
 from .geometry import SUB_TILE_DEPTH, Geometry, symbol
 from .geometry_sm100 import SWIZZLE_BYTES, Sm100Geometry
+from .memory_names import attention_regions
 
 if TYPE_CHECKING:
     from .backends import Argument
@@ -118,7 +119,8 @@ def attention_launch(
         Uninitialized(partial_lse),
         arrived,
     )
-    return Launch(symbol(config, geo.arch), (items * partitions, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args)
+    grid, regions = (items * partitions, 1, 1), attention_regions(geo)
+    return Launch(symbol(config, geo.arch), grid, (geo.threads, 1, 1), geo.smem_bytes, args, regions=regions)
 
 
 def _sm100(geo: Geometry) -> Sm100Geometry:

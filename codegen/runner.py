@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from .progress import emulation_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from .emulator import Hazard
 
 DEFAULT_SHAPE = {"batch": 1, "q_len": 4, "keys": 1024, "heads": 8, "kv_heads": 1}
 OUT_BOUND = 4e-3  # ||out - ref|| / ||ref||; libraries' bfloat16 kernels are at 1.6e-3 to 3.2e-3
@@ -52,6 +55,7 @@ class RunOptions:
     input_path: Path | None = None
     save_path: Path | None = None
     update_golden: bool = False
+    as_json: bool = False
 
     def shape_options(self) -> dict[str, int]:
         """The shape options that were given."""
@@ -118,7 +122,7 @@ def compiled_sources(config: Config, arch: str) -> dict[str, Compiled]:
     sources = {name: text for name, text in render.render(config, arch).items() if name.endswith(".cu")}
     if compiler.nvrtc_version() is not None:
         modules = {name: compiler.compile_source(text, arch, name) for name, text in sources.items()}
-        return {name: Compiled(arch, module.ptx, module.cubin) for name, module in modules.items()}
+        return {name: Compiled(arch, module.ptx, module.cubin, sources[name], name) for name, module in modules.items()}
     stored = Path(__file__).resolve().parent.parent / "generated" / config.name / arch
     compiled = {}
     for name, text in sources.items():
@@ -228,12 +232,12 @@ class _Run:
         self.shipped = _is_shipped(config)
         self.rows: list[Row] = []
         self.saved: dict[str, np.ndarray] = {}
-        self.hazards: list[str] = []
+        self.hazards: list[tuple[str, Hazard]] = []
 
     def _execute(self, backend: Backend, compiled: Compiled, case_launch: Launch) -> Outcome:
         outcome = backend.run(compiled, case_launch, progress=self.progress(f"{compiled.arch} {case_launch.entry}"))
         for hazard in outcome.hazards or []:
-            self.hazards.append(f"{compiled.arch} {case_launch.entry}: {hazard.kind}: {hazard.message}")
+            self.hazards.append((f"{compiled.arch} {case_launch.entry}", hazard))
         return outcome
 
     def unit(self, arch: str, geo: Geometry, backend: Backend, compiled: Compiled) -> None:
@@ -312,9 +316,12 @@ def run(options: RunOptions, console: Console | None = None, errors: Console | N
                 state.rows.append(Row(arch, "attention", "-", "-", None, "not generated yet", None, None))
     if options.save_path is not None:
         _save(options.save_path, state.saved)
-    _print_table(console, config, state.rows)
-    for line in state.hazards:
-        errors.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.as_json:
+        console.file.write(json.dumps(_as_json(config, state)) + "\n")
+    else:
+        _print_table(console, config, state.rows)
+    for kernel, hazard in () if options.as_json else state.hazards:
+        errors.print(f"{kernel}: {hazard.report()}", highlight=False, markup=False, soft_wrap=True)
     return 1 if any(row.failed for row in state.rows) else 0
 
 
@@ -327,6 +334,17 @@ def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         write_whole(path, npz(widened))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}") from error
+
+
+def _as_json(config: Config, state: _Run) -> dict[str, Any]:
+    """The rows and the findings as plain values; an error that is not finite is null."""
+    rows = []
+    for row in state.rows:
+        values = {key: value for key, value in vars(row).items() if key != "verdict"}
+        verdict = row.verdict
+        error = verdict.error if verdict is not None and math.isfinite(verdict.error) else None
+        rows.append(values | {"error": error, "bound": verdict and verdict.bound, "failed": row.failed})
+    return {"config": config.name, "rows": rows, "hazards": [{"kernel": kernel} | hazard.as_json() for kernel, hazard in state.hazards]}
 
 
 def _print_table(console: Console, config: Config, rows: list[Row]) -> None:

@@ -14,6 +14,7 @@ from .backends import Launch
 from .config import Config
 from .emulator import Uninitialized
 from .geometry import Geometry
+from .memory_names import unit_regions
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -123,7 +124,8 @@ def unit_entry_info(config: Config, geo: Geometry) -> dict[str, dict[str, Any]]:
 
 def _launch(config: Config, geo: Geometry, entry: str, args: list[Any]) -> Launch:
     info = unit_entry_info(config, geo)[entry]
-    return Launch(entry, tuple(info["grid"]), tuple(info["block"]), info["smem_bytes"], args)
+    regions = unit_regions(geo, entry, info["smem_bytes"])
+    return Launch(entry, tuple(info["grid"]), tuple(info["block"]), info["smem_bytes"], args, regions=regions)
 
 
 # --- golden launches --------------------------------------------------------------------------------------------------

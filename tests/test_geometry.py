@@ -10,8 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from fa4gen.codegen.config import ARCHES, Config, ConfigError, disabled_rules, load_shipped, parse_config, shipped_configs
+from fa4gen.codegen.emulator.regions import Regions, add_regions
 from fa4gen.codegen.geometry import Geometry, Region, derive, functions, symbol
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
+from fa4gen.codegen.memory_names import attention_regions, unit_regions
+from fa4gen.codegen.units import unit_entry_info
 
 # BN, qk stages, ring slots, TMEM columns, SMEM bytes without the TMEM address, mbarriers, O tiles: the reference kernels' figures.
 REFERENCE = {
@@ -232,3 +235,21 @@ def test_symbols() -> None:
     names = [symbol(parse_config(base | {"arch": ["sm_100a"]} | change), "sm_100a") for change in changes]
     assert len(set(names)) == len(names)
     assert all(name.isidentifier() for name in names)
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_regions_name_all_of_the_kernels_shared_memory(name):
+    """As the memory map has them: the emulator refuses regions that do not fit, and names each address by one of them."""
+    config = load_shipped(name)
+    for arch in config.arch:
+        geo = derive(config, arch)
+        regions = Regions()
+        add_regions(regions, attention_regions(geo), 0, geo.smem_bytes)
+        for region in geo.smem_map:
+            assert regions.name(region.offset).startswith(region.name)
+            assert regions.name(region.end - 1).startswith(region.name)
+        if config.shared_key:
+            start = next(region.offset for region in geo.smem_map if region.name == "exchange")
+            assert regions.name(start + 4 * (128 + 17)) == "exchange[0][1][17]"
+        for entry, info in unit_entry_info(config, geo).items():
+            add_regions(Regions(), unit_regions(geo, entry, info["smem_bytes"]), 0, max(1, info["smem_bytes"]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from fa4gen.codegen import golden, reference, runner, units
+from fa4gen.codegen import compiler, golden, reference, runner, units
 from fa4gen.codegen.backends import BackendUnavailable, Compiled
 from fa4gen.codegen.config import ConfigError, load_config, shipped_configs
 from fa4gen.codegen.inputs import InputError
@@ -89,6 +91,34 @@ def test_a_hazard_is_a_failure_and_is_told(monkeypatch):
     assert code == 1
     assert "race" in notes
     assert "unit_combine" in notes
+
+
+@pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC is not installed")
+def test_a_finding_names_source_lines_and_places(monkeypatch):
+    source = runner.render.render(load_config("d512"), "sm_90a")["unit.cu"]
+    # An arrival instead of a wait leaves the barrier's count as it was and drops its ordering.
+    changed = source.replace('asm volatile("bar.sync', 'asm volatile("bar.arrive')
+    assert changed != source
+    compiled = Compiled("sm_90a", compiler.compile_source(changed, "sm_90a", "unit.cu").ptx, None, changed, "unit.cu")
+    monkeypatch.setattr(runner, "compiled_sources", lambda config, arch: {"unit.cu": compiled})
+    monkeypatch.setattr(units, "cases", lambda config, geo, seed: [units.exchange_case(config, geo, "max")])
+    code, _, notes = run(config="d512", arch="sm_90a")
+    assert code == 1
+    report = notes[notes.index("sm_90a unit_exchange4_max: race: ") :].splitlines()[:4]
+    assert re.match(r"    at     PTX line \d+, unit\.cu:\d+ \(warp \d, lane \d+\): shared\+0x\w+ \(xchg\[\d+\]\)$", report[1])
+    assert re.match(r"    after  PTX line \d+, unit\.cu:\d+ \(warp \d, lane \d+\)$", report[2])
+    assert report[3].startswith("    needs  a barrier")
+    code, text, notes = run(config="d512", arch="sm_90a", as_json=True)
+    assert code == 1
+    assert "race" not in notes
+    found = json.loads(text)
+    race = next(h for h in found["hazards"] if h["kind"] == "race")
+    assert race["kernel"].startswith("sm_90a unit_exchange4")
+    assert race["source"].startswith("unit.cu:")
+    assert race["other"]["source"].startswith("unit.cu:")
+    (row, missing) = found["rows"]
+    assert (row["kernel"], row["failed"], row["hazards"]) == ("unit_exchange4_max", True, len(found["hazards"]))
+    assert missing["golden"] == "not generated yet"
 
 
 def test_a_result_out_of_bounds_is_a_failure(monkeypatch):

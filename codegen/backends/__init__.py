@@ -10,12 +10,20 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ..emulator import Hazard, TensorMap, Uninitialized
+    from ..emulator.regions import RegionMap
 
     Argument: TypeAlias = np.ndarray | np.generic | bytes | TensorMap | Uninitialized
 
 
 class BackendError(Exception):
-    """A backend cannot run, or a run went wrong; the message is one line."""
+    """A backend cannot run, or a run went wrong; the message is one line.
+
+    hazards: what the emulator's checks had found by then.
+    """
+
+    def __init__(self, message: str, hazards: Sequence[Hazard] = ()) -> None:
+        super().__init__(message)
+        self.hazards = list(hazards)
 
 
 class BackendUnavailable(BackendError):
@@ -29,6 +37,7 @@ class Launch:
     args, in the order of the entry's parameters: an array is passed as a pointer (and written in place), a numpy scalar by value, bytes
     as a by-value struct, a TensorMap as the 128-byte object that TMA reads; Uninitialized(array) is an output nobody has written yet.
     cluster: CTAs of a cluster along x; 1: a launch without clusters.
+    regions: names in dynamic shared memory, for the emulator's findings: name to (offset, bytes) or (offset, bytes, array shape).
     """
 
     entry: str
@@ -37,6 +46,7 @@ class Launch:
     smem_bytes: int
     args: Sequence[Argument]
     cluster: int = 1
+    regions: RegionMap = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The part of a compiled module that a backend needs. cubin is None where only stored PTX is at hand."""
+    """The part of a compiled module that a backend needs. cubin is None where only stored PTX is at hand.
+
+    source, file_name: what it was compiled from, for the emulator's findings to name lines of; empty where that is not known.
+    """
 
     arch: str
     ptx: str
     cubin: bytes | None = field(repr=False, default=None)
+    source: str = field(repr=False, default="")
+    file_name: str = ""
 
 
 class Backend(Protocol):

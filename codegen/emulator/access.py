@@ -406,6 +406,8 @@ def check_global(
                     w,
                     lane,
                     at,
+                    place=f"global {mapping.name}+{at - mapping.base:#x}",
+                    missing="a write before the read",
                 )
 
 

@@ -181,7 +181,7 @@ def arrive(w: Warp, code: Code, barrier: MBarrier, count: int, lane: int, releas
         else:
             barrier.relaxed = True
         barrier.last = (w.name, code.line)
-        barrier.arrivers[w.main] = barrier.phase
+        barrier.arrivers[w.main] = (barrier.phase, code.line)
     if count > barrier.pending:
         w.cta.report(
             "mbarrier",
@@ -397,7 +397,8 @@ def _note_passed(w: Warp, code: Code, barrier: MBarrier, lane: int, blocking: bo
     done = barrier.phase - 1
     if done < 0:
         return
-    if blocking and barrier.arrivers.get(w.main) == barrier.phase and barrier.passed.get(w.main) == done:
+    arrived = barrier.arrivers.get(w.main)
+    if blocking and arrived is not None and arrived[0] == barrier.phase and barrier.passed.get(w.main) == done:
         w.cta.report(
             "mbarrier",
             f"{code.opcode} by {w.name} lane {lane} (PTX line {code.line}) on {barrier.place} passes by phase {done}, which the warp has "

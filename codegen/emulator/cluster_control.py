@@ -64,8 +64,7 @@ def _wait(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 lane,
             )
         if (phases >= cluster.phase).any():
-            arrived = sum(bits.bit_count() for bits in cluster.arrived.values())
-            w.group.blocked = ("cluster", f"the cluster barrier ({arrived} of {cluster.threads} threads have arrived)", code)
+            w.group.blocked = ("cluster", cluster, code)
             cluster.waiting.append((w, w.group))
             return RETRY
         w.cluster_phase[w.mask] = -1

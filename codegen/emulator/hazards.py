@@ -11,6 +11,7 @@ happens-before is held against the lower of two planes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -84,6 +85,10 @@ class Hazard:
     """file:line of the source, where the PTX has line information."""
     count: int = 1
     """How often it was found."""
+    cta: int = 0
+    """The CTA that the warp is one of."""
+    who: str = ""
+    """The warp in words, with its CTA where there are several."""
 
     def __str__(self) -> str:
         times = f" [{self.count} times]" if self.count > 1 else ""
@@ -92,14 +97,18 @@ class Hazard:
     def report(self) -> str:
         """The finding in one line, then, indented, both accesses and what is missing, as far as known."""
         lines = [str(self)]
-        if self.source or self.other is not None:
-            here = f"PTX line {self.line}" + (f", {self.source}" if self.source else "")
-            lines.append(f"    at     {here} (warp {self.warp}, lane {self.lane})" + (f": {self.place}" if self.place else ""))
+        here = Access(self.line, self.who or f"warp {self.warp}", self.lane, self.source)
+        lines.append(f"    at     {here}" + (f": {self.place}" if self.place else ""))
         if self.other is not None:
             lines.append(f"    after  {self.other}")
         if self.missing:
             lines.append(f"    needs  {self.missing}")
         return "\n".join(lines)
+
+    def at_sources(self, lines: Mapping[int, str]) -> Hazard:
+        """The finding with file:line for the PTX lines that `lines` knows."""
+        other = self.other and replace(self.other, source=lines.get(self.other.line, self.other.source))
+        return replace(self, source=lines.get(self.line, self.source), other=other)
 
     def as_json(self) -> dict[str, Any]:
         """The finding as plain values, for json.dumps."""

@@ -61,8 +61,8 @@ RESIDENT_BYTES = 1 << 31
 """Memory that resident CTAs beyond MIN_RESIDENT may take, as estimated."""
 SHADOW_BYTES = 24
 """Bytes of shadow for a byte of shared memory, about."""
-NAMED_WAITERS = 20
-"""Waiting warps that a deadlock report names at most."""
+NAMED_WAITS = 64
+"""Waits (of all the warps that wait at one place) that a deadlock report names at most."""
 STALL_INSTRUCTIONS = 4096
 """Warp instructions without any change of memory or barriers after which polling warps are helped on."""
 MBARRIER_LIMIT = (1 << 20) - 1
@@ -429,8 +429,8 @@ class MBarrier:
         """Who arrived last, and its PTX line."""
         self.observers: dict[int, tuple[int, Warp, Code]] = {}
         """Actor to (clock, warp, instruction) of the waits that passed on the last completed phase."""
-        self.arrivers: dict[int, int] = {}
-        """Warp to the phase of its last arrival."""
+        self.arrivers: dict[int, tuple[int, int]] = {}
+        """Warp to the phase of its last arrival, and the PTX line."""
         self.passed: dict[int, int] = {}
         """Warp to the last phase that a wait of it has passed on."""
         self.relaxed = False
@@ -598,9 +598,10 @@ class Cta:
         """Add a finding. place: the address in words; missing: what would have ordered or allowed the access."""
         if not self.check and kind not in ("deadlock", "barrier"):
             return
-        index = warp if isinstance(warp, int) else warp.index
+        index, cta, who = (warp, self.index, "") if isinstance(warp, int) else (warp.index, warp.cta.index, warp.name)
         source = self.launch.code.sources.get(code.line, "")
-        self.launch.reporter.add(Hazard(kind, message, code.line, index, int(lane), int(address), other, place, missing, source))
+        found = Hazard(kind, message, code.line, index, int(lane), int(address), other, place, missing, source, cta=cta, who=who)
+        self.launch.reporter.add(found)
 
     # --------------------------------------------------------------------------------------------------------- named barriers
 
@@ -957,7 +958,7 @@ class Run:
 
     def _deadlock(self) -> None:
         """Report that nobody can go on: who waits, for what, and who would have to come."""
-        parts = []
+        waits: dict[tuple[Cta, int, str], list[int]] = {}
         first: tuple[Warp, Any] | None = None
         for warp, group in self._groups():
             assert group.blocked is not None
@@ -968,22 +969,34 @@ class Run:
                 text = _describe_barrier(warp.cta, what)
             elif kind == "mbarrier":
                 text = _describe_mbarrier(what)
+            elif kind == "cluster":
+                text = _describe_cluster(what)
             else:
                 text = str(what)
             if first is None:
                 first = (warp, line)
-            parts.append(f"{warp.name} at PTX line {line} waits for {text}")
+            waits.setdefault((warp.cta, line, f"for {text}"), []).append(warp.index)
         for warp in self.ready:
             line = self.code.lines[min(warp.group.pc, len(self.code.lines) - 1)]
             first = first or (warp, line)
-            parts.append(f"{warp.name} spins at PTX line {line}")
+            waits.setdefault((warp.cta, line, ""), []).append(warp.index)
         if first is None:
             raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
-        if len(parts) > NAMED_WAITERS:
-            parts[NAMED_WAITERS:] = [f"and {len(parts) - NAMED_WAITERS} more wait"]
+        parts = []
+        for (cta, line, what), indices in waits.items():
+            source = self.code.sources.get(line, "")
+            one = len(set(indices)) == 1
+            who = (f"CTA {cta.index} " if self.total > 1 else "") + warp_ranges(list(set(indices)))
+            at = f"at PTX line {line}" + (f", {source}," if source else "")
+            parts.append(f"{who} {at} wait{'s' if one else ''} {what}" if what else f"{who} spin{'s' if one else ''} {at.rstrip(',')}")
+        if len(parts) > NAMED_WAITS:
+            parts[NAMED_WAITS:] = [f"and {len(parts) - NAMED_WAITS} more wait"]
         warp, line = first
         source = self.code.sources.get(line, "")
-        self.reporter.add(Hazard("deadlock", "no warp can go on: " + "; ".join(parts), line, warp.index, 0, 0, None, "", "", source))
+        message = "no warp can go on: " + "; ".join(parts)
+        self.reporter.add(
+            Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name)
+        )
 
 
 def warp_ranges(indices: list[int]) -> str:
@@ -1011,6 +1024,17 @@ def _describe_barrier(cta: Cta, number: int) -> str:
     return text
 
 
+def _describe_cluster(cluster: Cluster) -> str:
+    count = sum(bits.bit_count() for bits in cluster.arrived.values())
+    text = f"the cluster barrier, phase {cluster.phase} ({count} of {cluster.threads} threads have arrived)"
+    absent = []
+    for cta in cluster.ctas:
+        away = [w.index for w in cta.warps if not w.done and w.live_bits & ~cluster.arrived.get(w, 0)]
+        if away:
+            absent.append((f"CTA {cta.index} " if cluster.size > 1 else "") + warp_ranges(away))
+    return text + (f", which {', '.join(absent)} never reached" if absent else "")
+
+
 def _describe_mbarrier(barrier: MBarrier) -> str:
     needs = []
     if barrier.pending:
@@ -1018,6 +1042,10 @@ def _describe_mbarrier(barrier: MBarrier) -> str:
     if barrier.tx:
         needs.append(f"{barrier.tx:,} bytes")
     last = f"last arrived: {barrier.last[0]} at PTX line {barrier.last[1]}" if barrier.last else "nobody has arrived yet"
+    names = barrier.cta.cluster.actor_names
+    absent = [f"{names[main]} at PTX line {line}" for main, (phase, line) in sorted(barrier.arrivers.items()) if phase < barrier.phase]
+    if absent and barrier.pending:
+        last += f"; in earlier phases arrived, and not yet in this one: {', '.join(absent)}"
     return (
         f"mbarrier {barrier.place} (phase {barrier.phase}, parity {barrier.phase & 1}, {barrier.pending} of {barrier.expected} arrivals "
         f"pending, {barrier.tx} transaction bytes outstanding; phase {barrier.phase} needs {' and '.join(needs) or 'nothing'}; {last})"

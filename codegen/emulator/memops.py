@@ -380,6 +380,8 @@ def _atom(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 w,
                 int(who[place]),
                 int(at[place]),
+                place=shared_place(w, int(at[place]), owner),
+                missing="a write before the atomic",
             )
 
     return step, step

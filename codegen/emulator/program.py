@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,9 +164,12 @@ class Program:
             if variable.space == "shared" and variable.size:
                 space, address = addresses[name]
                 element = TYPE_BYTES[variable.type]
+                if element == 1 and variable.align in (2, 4, 8) and variable.size % variable.align == 0:
+                    # Compilers write arrays as bytes that are aligned to an element.
+                    element = variable.align
                 shape = (variable.size // element,) if element > 1 and variable.size > element else ()
                 if space == "shared":
-                    result.add(name, address, variable.size, shape)
+                    result.add(source_name(name), address, variable.size, shape)
         return result
 
     # -------------------------------------------------------------------------------------------------------------- launch
@@ -310,6 +314,20 @@ class Program:
             "code": decoded, "grid": grid3, "block": block3, "shared_bytes": static + smem, "dynamic_bytes": smem, "params": params,
             "tensor_maps": maps, "memory": memory, "tensor_cores": tensor_cores, "cluster": cluster3, "schedule": policy, "regions": names,
         }  # fmt: skip
+
+
+def source_name(name: str) -> str:
+    """A variable as its source calls it: of a function's static variable, which C++ names _ZZ<function>E<length><name>, the name."""
+    found = re.match(r"_ZZ.*?E(\d+)(\w+)$", name)
+    return found[2][: int(found[1])] if found and len(found[2]) >= int(found[1]) else name
+
+
+def source_lines(program: Program, lined: Program, entry: str) -> dict[int, str]:
+    """PTX line of `program` to file:line, by the line information of `lined`: the same module compiled with it. Empty where they differ."""
+    known, other = program.entries.get(entry), lined.entries.get(entry)
+    if known is None or other is None or [i.opcode for i in known.instructions] != [i.opcode for i in other.instructions]:
+        return {}
+    return {mine.line: theirs.source for mine, theirs in zip(known.instructions, other.instructions, strict=True) if theirs.source}
 
 
 def _array_of(value: Any) -> Array | None:

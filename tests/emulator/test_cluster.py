@@ -225,7 +225,7 @@ def test_a_cta_that_never_arrives_deadlocks_the_others(assemble):
     )
     found = launch(program, []).hazards
     assert [h.kind for h in found] == ["deadlock"]
-    assert "waits for the cluster barrier (32 of 64 threads have arrived)" in found[0].message
+    assert "waits for the cluster barrier, phase 0 (32 of 64 threads have arrived), which CTA 1 warp 0 never reached" in found[0].message
     assert "waits for mbarrier" in found[0].message
 
 
