@@ -7,6 +7,7 @@ mean is the business of the instruction tables. Every error names the line.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass, field
@@ -330,16 +331,14 @@ class _Parser:
         if "." in low or ("e" in low and not low.startswith("0x")):
             return Immediate(int.from_bytes(struct.pack("<d", float(low)), "little"), "f64")
         low = low.rstrip("u")
+        base = 16 if low.startswith("0x") else 2 if low.startswith("0b") else 8 if len(low) > 1 and low[0] == "0" else 10
         try:
-            if low.startswith("0x"):
-                return Immediate(int(low, 16))
-            if low.startswith("0b"):
-                return Immediate(int(low, 2))
-            if len(low) > 1 and low[0] == "0":
-                return Immediate(int(low, 8))
-            return Immediate(int(low))
+            value = int(low, base)
         except ValueError:
             raise PtxError(f"malformed number {token!r}", line) from None
+        if value >> 64:
+            raise PtxError(f"the number {token} does not fit 64 bits", line)
+        return Immediate(value)
 
     # ------------------------------------------------------------------------------------------------------- module level
 
@@ -874,9 +873,18 @@ def _literal_bits(number: Immediate, negative: bool, kind: str) -> int:
             return int(np.float32(value).view(np.uint32))
         if kind == "f16":
             return int(np.float16(value).view(np.uint16))
+        if kind == "bf16":
+            bits = int(np.float32(value).view(np.uint32))
+            return (bits + 0x7FFF + (bits >> 16 & 1) >> 16 if math.isfinite(value) else bits >> 16) & 0xFFFF
+    if not math.isfinite(value):
+        raise PtxFault(f"an initialiser of .{kind} is not a number")
     return int(value) & ((1 << 8 * size) - 1)
 
 
 def parse(text: str) -> Module:
     """Parse PTX text. PtxError with the line for anything malformed."""
-    return _Parser(text).parse()
+    parser = _Parser(text)
+    try:
+        return parser.parse()
+    except PtxFault as error:
+        raise PtxError(str(error), parser.line) from error

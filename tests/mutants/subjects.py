@@ -179,17 +179,27 @@ def _unit(config_name: str, arch: str, entry: str, make: Callable[[Any, Any], un
 
 
 def _units(arch: str) -> Iterator[Subject]:
-    yield _unit("d512", arch, "unit_exchange4_max", lambda c, g: units.exchange_case(c, g, "max"))
-    yield _unit("d512", arch, "unit_exchange4_add", lambda c, g: units.exchange_case(c, g, "add"))
-    yield _unit("d512", arch, "unit_exchange4_loop", lambda c, g: units.exchange_case(c, g, "loop"))
-    yield _unit("d512", arch, "unit_level0", units.level0_case)
-    yield _unit("d64", arch, "unit_combine", units.combine_case)
+    for entry in ("unit_exchange4_max", "unit_exchange4_add", "unit_exchange4_loop", "unit_level0"):
+        yield unit("d512", arch, entry)
+    yield unit("d64", arch, "unit_combine")
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def _attention(config_name: str, arch: str, *shapes: dict[str, Any], without: str = "$^") -> Subject:
+def unit(config_name: str, arch: str, entry: str) -> Subject:
+    """A unit kernel by the name of its entry."""
+    makers: dict[str, Callable[[Any, Any], units.Case]] = {
+        "unit_exchange4_max": lambda c, g: units.exchange_case(c, g, "max"),
+        "unit_exchange4_add": lambda c, g: units.exchange_case(c, g, "add"),
+        "unit_exchange4_loop": lambda c, g: units.exchange_case(c, g, "loop"),
+        "unit_level0": units.level0_case,
+        "unit_combine": units.combine_case,
+    }
+    return _unit(config_name, arch, entry, makers[entry])
+
+
+def attention_subject(config_name: str, arch: str, *shapes: dict[str, Any], without: str = "$^") -> Subject:
     config = load_config(config_name)
     geo = derive(config, arch)
     trials = tuple(lambda shape=shape: _attention_trial(config, geo, **shape) for shape in shapes)
@@ -233,6 +243,17 @@ def _attention_trial(
     return Trial(launch, right)
 
 
+SM90: tuple[dict[str, Any], ...] = (
+    # More items than Q has slots in one CTA, so that everything is reused; then the keys cut into partitions, taken by two CTAs.
+    {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
+    {"keys": 300, "partition_keys": 64, "ctas": 2},
+    {"keys": 300, "partition_keys": 64, "ctas": 2, "clusters": False},
+)
+SM90_KEY_SPLIT: tuple[dict[str, Any], ...] = (
+    # Rings of each part that wrap, two items in one CTA; then partitions and their merge.
+    {"keys": 1100, "batch": 3, "ctas": 1, "group": 32},
+    {"keys": 700, "partition_keys": 64, "ctas": 2, "batch": 2},
+)
 _SM100: tuple[dict[str, Any], ...] = (
     {"keys": 1300, "group": 32}, {"keys": 600, "partition_keys": 256}, {"keys": 700, "growth": 20.0}, {"keys": 9},
 )  # fmt: skip
@@ -243,34 +264,21 @@ def subjects() -> tuple[Subject, ...]:
     return (
         *_units("sm_90a"),
         *_units("sm_100a"),
-        # More items than Q has slots in one CTA, so that everything is reused; then the keys cut into partitions, taken by two CTAs.
         # A key tile of d256 fills its ring of 4 slots exactly: most of its ring steps never wrap. d512 has 3 slots for 4.
-        _attention(
+        attention_subject(
             "d256",
             "sm_90a",
-            {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
+            SM90[0],
             {"keys": 640, "partition_keys": 64, "ctas": 2},
             {"keys": 512, "partition_keys": 64, "ctas": 2, "clusters": False},
             without="^ring one slot|^parity kept",
         ),
-        _attention(
-            "d512",
-            "sm_90a",
-            {"keys": 140, "batch": 3, "ctas": 1, "group": 32},
-            {"keys": 300, "partition_keys": 64, "ctas": 2},
-            {"keys": 300, "partition_keys": 64, "ctas": 2, "clusters": False},
-        ),
-        # Key-split: rings of each part that wrap, two items in one CTA; then partitions and their merge.
-        _attention(
-            "d128",
-            "sm_90a",
-            {"keys": 1100, "batch": 3, "ctas": 1, "group": 32},
-            {"keys": 700, "partition_keys": 64, "ctas": 2, "batch": 2},
-        ),
+        attention_subject("d512", "sm_90a", *SM90),
+        attention_subject("d128", "sm_90a", *SM90_KEY_SPLIT),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
         # K and V of d64 take turns in an even ring: V never has its last slot.
-        _attention("d64", "sm_100a", *_SM100, without="^ring one slot|^parity kept"),
-        _attention("d128", "sm_100a", *_SM100),
-        _attention("d256", "sm_100a", *_SM100),
-        _attention("d512", "sm_100a", *_SM100),
+        attention_subject("d64", "sm_100a", *_SM100, without="^ring one slot|^parity kept"),
+        attention_subject("d128", "sm_100a", *_SM100),
+        attention_subject("d256", "sm_100a", *_SM100),
+        attention_subject("d512", "sm_100a", *_SM100),
     )
