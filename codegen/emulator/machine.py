@@ -994,9 +994,7 @@ class Run:
         warp, line = first
         source = self.code.sources.get(line, "")
         message = "no warp can go on: " + "; ".join(parts)
-        self.reporter.add(
-            Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name)
-        )
+        self.reporter.add(Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
 
 
 def warp_ranges(indices: list[int]) -> str:
