@@ -1,8 +1,9 @@
 """Who finds which mutant: the emulator, compute-sanitizer's tools, or a comparison of the output. For the sm_90a kernels, on an H200.
 
-    python bench/sanitizers.py plan FOLDER            anywhere: chooses the mutants, runs the emulator on them, writes FOLDER/plan.json
-    python bench/sanitizers.py run FOLDER [SECONDS]   on the GPU: runs each mutant alone and under each tool, writes FOLDER/results.json
-    python bench/sanitizers.py table FOLDER           prints the table
+    python tests/mutants/sanitizers.py plan FOLDER            anywhere: chooses mutants, runs the emulator on them
+    python tests/mutants/sanitizers.py run FOLDER [SECONDS]   on the GPU: runs each mutant alone and under each tool
+    python tests/mutants/sanitizers.py racecheck FOLDER       on the GPU: racecheck on hand-overs in a cluster, the smallest and d512's
+    python tests/mutants/sanitizers.py table FOLDER           prints the table
 
 Every launch is a process of its own with a time limit, for mutants hang and crash. The driver compiles the mutant's PTX. What a tool
 already reports on the unchanged kernel is no find, so a mutant counts only for tools that are silent on the same launch of the original.
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ALONE_LIMIT = 6.0
@@ -56,26 +57,29 @@ def chosen(subjects: list[Any]) -> list[Any]:
 
     result = []
     for family in (subjects[:3], subjects[3:6], subjects[6:]):
-        turn = 0
         rules: dict[str, list[list[Any]]] = {}
         for place, subject in enumerate(family):
             for mutant in subject.mutants():
                 if equivalent(mutant) is None:
                     rules.setdefault(mutant.rule, [[] for _ in family])[place].append(mutant)
-        for rule in sorted(rules):
+        for turn, rule in enumerate(sorted(rules)):
             sites = [found for found in rules[rule] if found]
-            kernel = sites[turn % len(sites)]
-            executed = [mutant for mutant in kernel if mutant.trials]
-            turn += 1
+            executed = [mutant for mutant in sites[turn % len(sites)] if mutant.trials]
             if executed:
                 result.append(executed[len(executed) // 2])
     return result
 
 
 def plan(folder: Path) -> None:
+    from fa4gen.codegen import compiler, render
+    from fa4gen.codegen.config import load_config
     from mutants.subjects import execute
 
     folder.mkdir(parents=True, exist_ok=True)
+    sources = {"d512": ("attention.cu", render.render(load_config("d512"), "sm_90a")["attention.cu"])}
+    sources["handover"] = ("cluster_handover.cu", (Path(__file__).parent / "cluster_handover.cu").read_text())
+    for name, (file, text) in sources.items():
+        (folder / f"{name}.cubin").write_bytes(compiler.compile_source(text, "sm_90a", file, line_info=True).cubin)
     items = catalogue()
     subjects = [subject_of(item) for item in items]
     originals = []
@@ -103,15 +107,33 @@ def plan(folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps({"subjects": items, "originals": originals, "mutants": mutants}, indent=1))
 
 
+def handover(entry: str) -> Any:
+    """A launch of cluster_handover.cu and its judgement."""
+    import numpy as np
+
+    from fa4gen.codegen.backends import Launch
+    from mutants.subjects import Trial
+
+    out = np.zeros((2, 128), np.uint32)
+    expected = np.array([[(c if entry == "handover_own" else 1 - c) * 1000 + (i ^ 1) for i in range(128)] for c in range(2)])
+    return Trial(Launch(entry, (2, 1, 1), (128, 1, 1), 0, (out,), 2), lambda: bool((out == expected).all()))
+
+
+HANDOVERS = ("handover_mbarrier", "handover_barrier", "handover_racy", "handover_own")
+
+
 def one(folder: Path, subject: int, trial: int, ptx: str, limit: float) -> None:
     """One launch in this process; the last line printed says how it ended."""
     from fa4gen.codegen.backends import BackendError, Compiled
     from fa4gen.codegen.backends.cuda import CudaBackend
 
-    item = json.loads((folder / "plan.json").read_text())["subjects"][subject]
-    one_trial = subject_of(item).trials[trial]()
+    if subject < 0:
+        one_trial = handover(HANDOVERS[trial])
+    else:
+        one_trial = subject_of(json.loads((folder / "plan.json").read_text())["subjects"][subject]).trials[trial]()
     try:
         backend = CudaBackend(repeats=0, time_limit=limit)
+        # The driver takes a CUBIN or the text of PTX.
         backend.run(Compiled("sm_90a", "", (folder / ptx).read_bytes() + b"\0"), one_trial.launch)
         print("VERDICT right" if one_trial.right() else "VERDICT wrong", flush=True)
     except BackendError as error:
@@ -141,7 +163,8 @@ def launch(folder: Path, job: dict[str, Any], tool: str, seconds: float) -> dict
     verdict = (re.findall(r"VERDICT (.*)", output) or ["error: no verdict"])[-1]
     errors = re.findall(r"(?:ERROR|RACECHECK|SYNCCHECK) SUMMARY: (\d+)", output)
     # A tool that is killed with the launch has printed what it found, without a summary.
-    count = int(errors[-1]) if errors else len(re.findall(r"^========= (?:Error: Race|Invalid|Barrier error|Uninitialized|Error:)", output, re.M))
+    reports = re.findall(r"^========= (?:Error:|Invalid|Barrier error|Uninitialized)", output, re.MULTILINE)
+    count = int(errors[-1]) if errors else len(reports)
     return {
         "verdict": verdict,
         "found": count,
@@ -180,6 +203,27 @@ def run(folder: Path, seconds: float) -> None:
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
 
+def racecheck(folder: Path) -> None:
+    """What racecheck says of hand-overs in a cluster, and of d512's merge in one, with source lines; written to FOLDER/racecheck-*.txt."""
+    tool = [sanitizer(), "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "200", "--show-backtrace", "no"]
+    # SM90's launches of d512: without partitions, merged in a cluster, merged without one.
+    jobs = [(-1, number, "handover.cubin", name) for number, name in enumerate(HANDOVERS)]
+    jobs += [(4, number, "d512.cubin", f"d512-{number}") for number in range(3)]
+
+    def work(job: tuple[int, int, str, str]) -> None:
+        subject, trial, file, name = job
+        command = [*tool, sys.executable, __file__, "one", str(folder), str(subject), str(trial), file, "40"]
+        try:
+            output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
+        except subprocess.TimeoutExpired as error:
+            output = f"{error.output!r}\nTIMEOUT"
+        (folder / f"racecheck-{name}.txt").write_text(output)
+        print(name, *re.findall(r"VERDICT.*|RACECHECK SUMMARY.*|TIMEOUT", output), flush=True)
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(work, jobs))
+
+
 def table(folder: Path) -> None:
     known, results = (json.loads((folder / name).read_text()) for name in ("plan.json", "results.json"))
 
@@ -214,6 +258,8 @@ def main() -> None:
         plan(Path(folder))
     elif command == "one":
         one(Path(folder), int(rest[0]), int(rest[1]), rest[2], float(rest[3]))
+    elif command == "racecheck":
+        racecheck(Path(folder))
     elif command == "run":
         run(Path(folder), float(rest[0]) if rest else 600)
     else:
