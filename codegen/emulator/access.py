@@ -326,6 +326,7 @@ def global_mapping(w: Warp, code: Code, address: Int64, lanes: Int64, size: int,
     verb = "write" if write else "read"
     result: list[tuple[Mapping, Any]] = []
     groups: dict[int, tuple[Mapping, list[int]]] = {}
+    reported: set[str] = set()
     for place, at in enumerate(address.tolist()):
         found = memory.find(at)
         reason, kind = "", "out_of_bounds"
@@ -336,6 +337,10 @@ def global_mapping(w: Warp, code: Code, address: Int64, lanes: Int64, size: int,
         elif write and not found.writable:
             reason = f"{found.name} is read-only"
         if reason:
+            # One lane stands for all that fault in the same way.
+            if kind in reported:
+                continue
+            reported.add(kind)
             lane = int(lanes[place])
             where = f"global {found.name}+{at - found.base:#x}" if found else f"global address {at:#x}"
             w.cta.report(

@@ -61,7 +61,7 @@ RESIDENT_BYTES = 1 << 31
 """Memory that resident CTAs beyond MIN_RESIDENT may take, as estimated."""
 SHADOW_BYTES = 24
 """Bytes of shadow for a byte of shared memory, about."""
-NAMED_WAITS = 64
+NAMED_WAITS = 32
 """Waits (of all the warps that wait at one place) that a deadlock report names at most."""
 STALL_INSTRUCTIONS = 4096
 """Warp instructions without any change of memory or barriers after which polling warps are helped on."""
@@ -982,11 +982,14 @@ class Run:
             waits.setdefault((warp.cta, line, ""), []).append(warp.index)
         if first is None:
             raise PtxError("internal: the scheduler has no runnable warp and no waiting one")
-        parts = []
+        alike: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
         for (cta, line, what), indices in waits.items():
+            alike.setdefault((line, what, tuple(sorted(set(indices)))), []).append(cta.index)
+        parts = []
+        for (line, what, warps), ctas in alike.items():
             source = self.code.sources.get(line, "")
-            one = len(set(indices)) == 1
-            who = (f"CTA {cta.index} " if self.total > 1 else "") + warp_ranges(list(set(indices)))
+            one = len(warps) == len(ctas) == 1
+            who = (f"{ranges('CTA', ctas)} " if self.total > 1 else "") + ranges("warp", list(warps))
             at = f"at PTX line {line}" + (f", {source}," if source else "")
             parts.append(f"{who} {at} wait{'s' if one else ''} {what}" if what else f"{who} spin{'s' if one else ''} {at.rstrip(',')}")
         if len(parts) > NAMED_WAITS:
@@ -997,8 +1000,8 @@ class Run:
         self.reporter.add(Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
 
 
-def warp_ranges(indices: list[int]) -> str:
-    """Warp numbers in words: warp 3, warps 4-7, warps 0, 4-7."""
+def ranges(what: str, indices: list[int]) -> str:
+    """Numbers in words: warp 3, warps 4-7, warps 0, 4-7."""
     runs: list[list[int]] = []
     for index in sorted(indices):
         if runs and runs[-1][1] == index - 1:
@@ -1006,7 +1009,7 @@ def warp_ranges(indices: list[int]) -> str:
         else:
             runs.append([index, index])
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"warp{'s' if len(indices) > 1 else ''} {words}"
+    return f"{what}{'s' if len(indices) > 1 else ''} {words}"
 
 
 def _describe_barrier(cta: Cta, number: int) -> str:
@@ -1016,9 +1019,9 @@ def _describe_barrier(cta: Cta, number: int) -> str:
     left = [w.index for w in cta.warps if w.done and w.index not in arrived]
     away = [w.index for w in cta.warps if not w.done and w.index not in arrived]
     if away:
-        text += f", which {warp_ranges(away)} never reached"
+        text += f", which {ranges('warp', away)} never reached"
     if left:
-        text += f", and {warp_ranges(left)} exited without"
+        text += f", and {ranges('warp', left)} exited without"
     return text
 
 
@@ -1029,7 +1032,7 @@ def _describe_cluster(cluster: Cluster) -> str:
     for cta in cluster.ctas:
         away = [w.index for w in cta.warps if not w.done and w.live_bits & ~cluster.arrived.get(w, 0)]
         if away:
-            absent.append((f"CTA {cta.index} " if cluster.size > 1 else "") + warp_ranges(away))
+            absent.append((f"CTA {cta.index} " if cluster.size > 1 else "") + ranges("warp", away))
     return text + (f", which {', '.join(absent)} never reached" if absent else "")
 
 
@@ -1052,5 +1055,5 @@ def _describe_mbarrier(barrier: MBarrier) -> str:
 
 __all__ = [
     "ALL", "ALL_BYTES", "BLOCK", "EXIT", "FULL_BITS", "LANES", "MBARRIER_LIMIT", "NONE_BYTES", "PAUSE", "RETRY", "SPLIT", "WARP", "YIELD",
-    "Cta", "Group", "MBarrier", "Pending", "Run", "Track", "Warp", "bits_of", "mask_of", "warp_ranges",
+    "Cta", "Group", "MBarrier", "Pending", "Run", "Track", "Warp", "bits_of", "mask_of", "ranges",
 ]  # fmt: skip

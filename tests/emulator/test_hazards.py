@@ -213,8 +213,7 @@ def test_deadlock_names_every_waiting_warp(assemble, line_of):
         assert len(found) == 1
         text = found[0].message
         for part in (
-            f"warp 0 at PTX line {line_of(program, 'BAR')} waits for barrier 5 (64 of 96 threads have arrived)",
-            f"warp 1 at PTX line {line_of(program, 'BAR')}",
+            f"warps 0-1 at PTX line {line_of(program, 'BAR')} wait for barrier 5 (64 of 96 threads have arrived)",
             f"warp 2 at PTX line {line_of(program, 'WAIT')} waits for mbarrier shared+0x0",
             "phase 0, parity 0",
             "2 of 3 arrivals pending",
