@@ -328,7 +328,7 @@ def attention_launch(
 
         ctas = attention_sm100.B200_SMS if ctas is None else ctas
         return attention_sm100.attention_launch(
-            config, geo, q, k, v, out, lse, extents, scale, ctas=ctas, partition_keys=partition_keys, workspace=workspace
+            config, geo, q, k, v, out, lse, extents, scale, given, ctas=ctas, partition_keys=partition_keys, workspace=workspace
         )
     ctas = H200_SMS if ctas is None else ctas
     batch, q_len, keys, kv_heads, group = extents

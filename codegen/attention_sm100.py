@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import Extents, Workspace, key_map, problem_arguments, query_map, tiling
+from .attention import Extents, Workspace, feature_arguments, feature_values, key_map, problem_arguments, query_map, tiling
 from .backends import Launch
 from .config import Config
 from .emulator import Uninitialized
@@ -32,25 +34,28 @@ def auto_partition_tiles(key_tiles: int, query_tiles: int, ctas: int, warpgroups
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of the full kernel."""
     geo = _sm100(geo)
-    query = f"[batch][kv_heads][q_len][group][{geo.depth}], box 1 x 1 x positions x heads x"
-    key = f"[batch][kv_heads][{geo.depth // SUB_TILE_DEPTH}][keys][{SUB_TILE_DEPTH}], box 1 x 1 x"
+    query = f"{'[1][kv_heads][total_q]' if config.ragged_queries else '[batch][kv_heads][q_len]'}[group][{geo.depth}], box 1 x 1 x"
+    pages, keys = ("pages", "page keys") if config.kv_layout == "paged" else ("batch", "keys")
+    key = f"[{pages}][kv_heads][{geo.depth // SUB_TILE_DEPTH}][{keys}][{SUB_TILE_DEPTH}], box 1 x 1 x"
+    positions = "1" if geo.stores_positions else "positions"
     swizzle = f"{SWIZZLE_BYTES}-byte swizzle"
     out_swizzle = swizzle if geo.out_swizzle else "no swizzle"
     arguments = [
-        ("q_map", "CUtensorMap", f"Q {config.dtype} {query} {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
-        ("k_map", "CUtensorMap", f"K {config.dtype} {key} 1 x {geo.block_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
+        ("q_map", "CUtensorMap", f"Q {config.dtype} {query} positions x heads x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
+        ("k_map", "CUtensorMap", f"K {config.dtype} {key} 1 x {geo.k_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
         (
             "v_map",
             "CUtensorMap",
             f"V {config.dtype} {key} {geo.v_box_chunks} x {geo.v_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill",
         ),
-        ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {geo.out_chunk_cols}, {out_swizzle}"),
+        ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {positions} x heads x {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
         ("partitions", "unsigned", "partitions that cover the keys; 1 needs no workspace"),
         ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles][partitions][{geo.depth // 4}][{geo.rows}][4] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles][partitions][{geo.rows}] float32: log2 of the LSE of each partition"),
         ("arrived", "unsigned long long*", "workspace, [query tiles] uint64: 0 at first, and again after a launch"),
+        *feature_arguments(config),
     ]
     return {
         "name": symbol(config, geo.arch),
@@ -77,6 +82,7 @@ def attention_launch(
     lse: np.ndarray,
     extents: Extents,
     scale: float,
+    given: Mapping[str, np.ndarray | None],
     *,
     ctas: int,
     partition_keys: int | Literal["auto"] | None,
@@ -84,7 +90,8 @@ def attention_launch(
 ) -> Launch:
     """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
-    As attention.attention_launch describes them: arrays that it has checked, their extents, and the softmax scale. ctas: CTAs that run at
+    As attention.attention_launch describes them: arrays that it has checked, their extents, the softmax scale, and the features' arrays by
+    argument name. ctas: CTAs that run at
     once, which "auto" fills. partition_keys: a multiple of the key tile, "auto", or None: all keys in one partition.
     Raises ValueError where partition_keys does not fit.
     """
@@ -106,9 +113,10 @@ def attention_launch(
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(parts * geo.rows * geo.depth, parts * geo.rows, items)
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SUB_TILE_DEPTH, SWIZZLE_BYTES),
-        key_map(k, 1, geo.block_keys),
+        key_map(k, 1, geo.k_box_keys),
         key_map(v, geo.v_box_chunks, geo.v_box_keys),
-        query_map(out, kv_heads, tiles, geo.out_chunk_cols, geo.out_swizzle),
+        # A tile's last positions may belong to the next sequence: they are stored one by one.
+        query_map(out, kv_heads, replace(tiles, positions=1) if geo.stores_positions else tiles, geo.out_chunk_cols, geo.out_swizzle),
         Uninitialized(lse),
         *(np.uint32(n) for n in (batch, q_len, keys, kv_heads, group)),
         np.float32(scale),
@@ -118,6 +126,7 @@ def attention_launch(
         Uninitialized(partial_o),
         Uninitialized(partial_lse),
         arrived,
+        *feature_values(config, given, q),
     )
     grid, regions = (items * partitions, 1, 1), attention_regions(geo)
     return Launch(symbol(config, geo.arch), grid, (geo.threads, 1, 1), geo.smem_bytes, args, regions=regions)

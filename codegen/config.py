@@ -60,7 +60,6 @@ RULES: dict[str, str] = {
     "page-list-lengths": "a list of pages does not say where its sequence ends: it needs key_lengths",
     "window-causal": "a window ends at the query's own position: it needs mask causal",
     "softcap": "softcap is a positive, finite number",
-    "features-shared-key": "paged, ragged and scored variants are in the shared-key kernels",
     "feature-target": "a feature is generated for the targets that have it",
     "block-keys": "block_keys (BN) is the N of a .ws MMA: 64, 128 or 256",
     "tmem-columns": "S and O of all softmax warpgroups fit 512 TMEM columns",
@@ -279,18 +278,15 @@ class Config(BaseModel):
         legal = self.window is None or self.window <= MAX_WINDOW
         require(legal, "window-causal", "window", self.window, f"give at most {MAX_WINDOW:,}")
         require(cap is None or (math.isfinite(cap) and cap > 0), "softcap", "softcap", cap, "use a number such as 50.0, or leave it out")
-        features = self.features()
-        remedy = "set shared_key: true"
-        require(self.shared_key or not features, "features-shared-key", features[0] if features else "shared_key", True, remedy)
         remedy = "give a group in that range, or leave it out for a launch argument"
         require(self.group is None or 1 <= self.group <= MAX_GROUP, "group", "group", self.group, remedy)
 
 
-def require_features(config: Config, arch: str, supported: frozenset[str]) -> None:
-    """Raises ConfigError for a feature that `arch` has no kernel for."""
+def require_features(config: Config, arch: str, supported: frozenset[str], remedy: str = "") -> None:
+    """Raises ConfigError for a feature that the kernel for `arch` does not have. remedy: what else than another target would do."""
     for feature in config.features():
-        remedy = f"leave it out, or list a target other than {arch}"
-        require(feature in supported, "feature-target", feature, True, remedy, f"{arch} lacks it")
+        other = f"{remedy or 'leave it out'}, or list a target other than {arch}"
+        require(feature in supported, "feature-target", feature, True, other, f"{arch} lacks it")
 
 
 def fixed_keys(split: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .config import WARPGROUP_THREADS, Config, require, require_features
 from .geometry import (
@@ -21,7 +22,7 @@ from .geometry import (
 )
 
 # What the kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "exact"})
 TMEM_COLUMNS = 512
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
@@ -30,6 +31,7 @@ TMEM_ADDRESS_BYTES = 4
 SMEM_ALIGN_BYTES = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern
 CORRECTION_COLS = 32
+WARP_THREADS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,26 @@ class Sm100Geometry(Geometry):
     smem_map: tuple[Region, ...]
 
     # What only the full kernel needs: derived from the fields above, and not part of the manifest.
+
+    @property
+    def page_keys(self) -> int:
+        """Keys that lie together in memory at most: a page's, or without pages as many as a copy can want."""
+        return MAX_MMA_N
+
+    @property
+    def paged(self) -> bool:
+        """Whether K and V are pages, which a warp looks up and loads, instead of a thread."""
+        return False
+
+    @property
+    def stores_positions(self) -> bool:
+        """Whether O is stored a position at a time, where the next one may be another sequence's."""
+        return False
+
+    @property
+    def clears(self) -> bool:
+        """Whether what lies in V past a sequence's end is cleared: unless it lies past the end of the tensor, it may be anything."""
+        return any(region.name == "mbar_ring_landed" for region in self.smem_map)
 
     def offset(self, name: str) -> int:
         """Offset in bytes of a region of `smem_map`. Raises KeyError."""
@@ -136,13 +158,23 @@ class Sm100Geometry(Geometry):
         return self.p_stage_cols % self.pv_key_chunk // MMA_K
 
     @property
-    def v_boxes(self) -> int:
-        """TMA copies that fill a slot with V: one, and one for each key half in layout E."""
-        return self.m_pack if self.layout_e else 1
+    def k_box_keys(self) -> int:
+        """Keys of one K copy."""
+        return min(self.block_keys, self.page_keys)
 
     @property
-    def v_box_chunks(self) -> int:
-        """64-column chunks of one V copy."""
+    def k_turns(self) -> int:
+        """Copies of a slot with K that a lane of a load warp issues."""
+        return -(-self.block_keys // self.k_box_keys // WARP_THREADS)
+
+    @property
+    def v_atom_keys(self) -> int:
+        """Keys of a piece [keys][64 columns] of a slot with V."""
+        return self.pv_key_chunk if self.shared_key or self.layout_e else self.block_keys
+
+    @property
+    def v_column_chunks(self) -> int:
+        """Such pieces of a slot with V that have the same keys."""
         if self.shared_key:
             return self.pv_mma_n // SUB_TILE_DEPTH
         return self.depth // SUB_TILE_DEPTH if self.layout_e else 1
@@ -150,12 +182,27 @@ class Sm100Geometry(Geometry):
     @property
     def v_box_keys(self) -> int:
         """Keys of one V copy."""
-        return self.pv_key_chunk if self.shared_key or self.layout_e else self.block_keys
+        return min(self.v_atom_keys, self.page_keys)
+
+    @property
+    def v_box_chunks(self) -> int:
+        """64-column chunks of one V copy: pages smaller than a piece are copied to each piece by themselves."""
+        return self.v_column_chunks if self.v_box_keys == self.v_atom_keys else 1
 
     @property
     def v_box_bytes(self) -> int:
         """Bytes of one V copy."""
-        return self.slot_bytes // self.v_boxes
+        return self.v_box_keys * self.v_box_chunks * SWIZZLE_BYTES
+
+    @property
+    def v_boxes(self) -> int:
+        """TMA copies that fill a slot with V: without pages one, and one for each key half in layout E."""
+        return self.slot_bytes // self.v_box_bytes
+
+    @property
+    def v_turns(self) -> int:
+        """Those of them that a lane of a load warp issues."""
+        return -(-self.v_boxes // WARP_THREADS)
 
     @property
     def v_atom_bytes(self) -> int:
@@ -164,13 +211,16 @@ class Sm100Geometry(Geometry):
 
     @property
     def out_swizzle(self) -> int:
-        """Swizzle of the staged O tile in bytes: 128 in shared-key; 0 in key-split, whose combine writes 16-byte blocks."""
-        return SWIZZLE_BYTES if self.shared_key else 0
+        """Swizzle of the staged O tile in bytes: 128 in shared-key; 0 in key-split, whose combine writes 16-byte blocks.
+
+        A position of those would not begin where a TMA store can: stored one by one, they are swizzled as well.
+        """
+        return SWIZZLE_BYTES if self.shared_key or self.stores_positions else 0
 
     @property
     def out_chunk_cols(self) -> int:
         """Columns of O that one TMA store moves."""
-        return self.out_swizzle // self.out_bytes if self.shared_key else self.out_k
+        return self.out_swizzle // self.out_bytes if self.out_swizzle else self.out_k
 
     @property
     def out_chunk_bytes(self) -> int:
@@ -209,6 +259,30 @@ class Sm100Geometry(Geometry):
         """The 32-bit descriptor of a tcgen05.mma of kind::f16 with M = rows: float32 D, A K-major (PTX ISA, "Instruction descriptor")."""
         operand = 1 if dtype == "bfloat16" else 0
         return 1 << 4 | operand << 7 | operand << 10 | int(b_is_mn_major) << 16 | n >> 3 << 17 | self.rows >> 4 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm100FeatureGeometry(Sm100Geometry):
+    """What features add (Config.features).
+
+    page_size: keys of a page, None without pages
+    ragged_queries: whether the positions of a tile may belong to several sequences
+    """
+
+    page_size: int | None
+    ragged_queries: bool
+
+    @property
+    def page_keys(self) -> int:
+        return super().page_keys if self.page_size is None else self.page_size
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size is not None
+
+    @property
+    def stores_positions(self) -> bool:
+        return self.ragged_queries
 
 
 def _region(regions: tuple[Region, ...], name: str) -> Region:
@@ -296,6 +370,9 @@ def derive_sm100(config: Config) -> Sm100Geometry:
             ("mbar_o_full", warpgroups * MBARRIER_BYTES),
         ]
 
+    clears = config.key_lengths or config.kv_layout == "paged"
+    ring_mbarriers = 3 if clears else 2
+
     def smem_map_for(slots: int) -> tuple[Region, ...]:
         return place(
             [
@@ -305,6 +382,7 @@ def derive_sm100(config: Config) -> Sm100Geometry:
                 ("exchange", exchange_bytes),
                 ("correction", correction_bytes),
                 ("mbar_ring_full", slots * MBARRIER_BYTES),
+                ("mbar_ring_landed", slots * MBARRIER_BYTES if clears else 0),
                 ("mbar_ring_empty", slots * MBARRIER_BYTES),
                 *fixed_barriers(),
                 ("tmem_address", TMEM_ADDRESS_BYTES),
@@ -323,8 +401,8 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     # Layout G holds a whole V tile at once; the others release each V slot behind its own MMAs.
     schedule_floor = v_slots if layout_g else 1
 
-    fixed_bytes = smem_bytes_for(1) - slot_bytes - 2 * MBARRIER_BYTES
-    most_slots = max(0, (SMEM_LIMIT_BYTES - fixed_bytes) // (slot_bytes + 2 * MBARRIER_BYTES))
+    fixed_bytes = smem_bytes_for(1) - slot_bytes - ring_mbarriers * MBARRIER_BYTES
+    most_slots = max(0, (SMEM_LIMIT_BYTES - fixed_bytes) // (slot_bytes + ring_mbarriers * MBARRIER_BYTES))
     while most_slots > 0 and smem_bytes_for(most_slots) > SMEM_LIMIT_BYTES:
         most_slots -= 1
     ring_slots = config.ring_slots or max(1, most_slots)
@@ -346,14 +424,14 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         f"{arena_bytes:,} bytes of staging, {q_bytes + ring_slots * slot_bytes + p_bytes:,} of Q, ring and P",
     )
 
-    return Sm100Geometry(
+    fields: dict[str, Any] = dict(
         arch="sm_100a",
         **shape,
         block_keys=block_keys,
         ring_slots=ring_slots,
         slot_bytes=slot_bytes,
         smem_bytes=smem_bytes,
-        mbarriers=2 * ring_slots + sum(size for _, size in fixed_barriers()) // MBARRIER_BYTES,
+        mbarriers=ring_mbarriers * ring_slots + sum(size for _, size in fixed_barriers()) // MBARRIER_BYTES,
         tmem_columns=tmem_columns,
         tmem_columns_allocated=allocated,
         s_cols=s_cols,
@@ -368,3 +446,6 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         tmem_map=tmem_map,
         smem_map=smem_map_for(ring_slots),
     )
+    if not config.features():
+        return Sm100Geometry(**fields)
+    return Sm100FeatureGeometry(**fields, page_size=config.page_size, ragged_queries=config.ragged_queries)

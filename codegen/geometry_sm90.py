@@ -165,7 +165,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
 
     Shared-key configs with m_pack 2 get one too: their unit kernels use its common part, and no full kernel is made from the rest.
     """
-    require_features(config, "sm_90a", FEATURES if config.m_pack == 4 else frozenset())
+    has_features = config.shared_key and config.m_pack == 4
+    remedy = "" if has_features else "set shared_key: true, m_pack: 4 and rows: 32"
+    require_features(config, "sm_90a", FEATURES if has_features else frozenset(), remedy)
     if not config.shared_key:
         return _derive_key_split(config)
     shape = common(config)

@@ -165,12 +165,16 @@ def roles(geo: Geometry) -> tuple[Role, ...]:
         task = "scores to probabilities; at the end O and LSE"
         result = [Role(name, WARPS * w, WARPS, geo.softmax_registers, task) for w, name in enumerate(_softmax_roles(geo))]
         first = WARPS * geo.warpgroups
+        loads = "Q, K and V by TMA, " + ("one warp" if geo.paged else "one thread")
+        clear = [Role("clear", first + WARPS + 2, 1, geo.issue_registers, "zeros in V past the sequence's end")] if geo.clears else []
+        idle = first + WARPS + 2 + len(clear)
         return (
             *result,
             Role("correct", first, WARPS, geo.correction_registers, "rescales O when a row maximum has grown"),
-            Role("load", first + WARPS, 1, geo.issue_registers, "Q, K and V by TMA, one thread"),
+            Role("load", first + WARPS, 1, geo.issue_registers, loads),
             Role("multiply", first + WARPS + 1, 1, geo.issue_registers, "issues every MMA, one thread"),
-            Role(IDLE, first + WARPS + 2, WARPS - 2, geo.issue_registers, "complete the warpgroup"),
+            *clear,
+            Role(IDLE, idle, first + 2 * WARPS - idle, geo.issue_registers, "complete the warpgroup"),
         )
     assert isinstance(geo, Sm90Geometry)
     task = "scores, probabilities and O of its key tiles; at the end O and LSE"
@@ -223,6 +227,11 @@ def _mbarriers_sm100(geo: Sm100Geometry) -> list[Mbarrier]:
             Mbarrier(f"ring_full[{slot}]", at("mbar_ring_full", slot), announce, geo.slot_bytes, (multiply,), "use of the slot", means)
         )
         means = "the MMAs have read the slot"
+        if geo.clears:
+            landed = "V of a tile that reaches past the sequence's end has landed; clear then completes ring_full"
+            result.append(
+                Mbarrier(f"ring_landed[{slot}]", at("mbar_ring_landed", slot), announce, geo.slot_bytes, ("clear",), "such use", landed)
+            )
         result.append(Mbarrier(f"ring_empty[{slot}]", at("mbar_ring_empty", slot), commit, 0, (load,), "use of the slot", means))
     for w, softmax in enumerate(_softmax_roles(geo)):
         tile = f"key tile of {softmax}"

@@ -93,7 +93,7 @@ class FeatureProblem:
 
     def launch(self, **options: Any) -> Launch:
         c = self.config
-        return attention_launch(c, derive(c, "sm_90a"), self.q, self.k, self.v, self.out, self.lse, **self.arrays, **options)
+        return attention_launch(c, derive(c, c.arch[0]), self.q, self.k, self.v, self.out, self.lse, **self.arrays, **options)
 
     def check(self, scale: float | None = None) -> None:
         c = self.config
