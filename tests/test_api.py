@@ -210,6 +210,25 @@ def test_gpu_streams_have_workspaces_of_their_own() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("depth", [64, 512])
+def test_gpu_takes_strides_as_they_are(depth: int) -> None:
+    """K and V with heads before keys, or with room between rows; a query whose one position has a stride of its own."""
+    torch = pytest.importorskip("torch")
+    q, k, v = problem(2, 1, 700, 4, 2, depth)
+    expected = reference.attention(q, k, v, scale=depth**-0.5, causal=False)
+    on_q, on_k, on_v = on_gpu(q, k, v)
+    padded = torch.zeros(2, 710, 3, depth + 16, device="cuda", dtype=torch.bfloat16)[:, 3:703, :2, 8 : depth + 8]
+    padded.copy_(on_v)
+    swapped_q = on_q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert swapped_q.stride()[1] == depth
+    out, lse = fa4gen.attention(swapped_q, on_k.transpose(1, 2).contiguous().transpose(1, 2), padded, return_lse=True)
+    close(out.float().cpu(), lse.cpu(), expected)
+    hnd = (array.transpose(1, 2).contiguous() for array in (on_k, on_v))
+    out, lse = fa4gen.attention(on_q, *hnd, kv_layout="HND", return_lse=True, num_splits=3)
+    close(out.float().cpu(), lse.cpu(), expected)
+
+
+@pytest.mark.gpu
 def test_gpu_refuses_host_arrays_beside_device_ones() -> None:
     q, k, v = on_gpu(*problem())
     with pytest.raises(ValueError, match="k is on the host"):

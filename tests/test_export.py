@@ -17,7 +17,8 @@ from fake_driver import FakeDriver, Seen, require_gcc
 from fa4gen.codegen import api, driver, export, geometry_sm90, geometry_sm100
 from fa4gen.codegen.attention import attention_entry_info
 from fa4gen.codegen.backends import Compiled
-from fa4gen.codegen.config import Config, parse_config
+from fa4gen.codegen.backends.cuda import device_arch
+from fa4gen.codegen.config import Config, load_config, parse_config
 from fa4gen.codegen.exported import cubin_name
 from fa4gen.codegen.geometry import derive
 
@@ -593,3 +594,25 @@ def test_the_example_compiles_without_a_warning(index: int, tmp_path: Path) -> N
     written(tmp_path, [TARGETS[index]])
     flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
     subprocess.run(["gcc", *flags, "-c", "-o", str(tmp_path / "x.o"), str(tmp_path / export.EXAMPLE)], check=True)
+
+
+EVERY_FEATURE: dict[str, Any] = {"name": "every_feature", "ov_depth": 128, "shared_key": True, "dtype": "float16", "out_dtype": "float32"}
+EVERY_FEATURE |= {"mask": "causal", "window": 300, "softcap": 20.0, "sinks": True, "kv_layout": "paged", "page_size": 16}
+EVERY_FEATURE |= {"page_list": True, "key_lengths": True, "ragged_queries": True, "arch": ["sm_90a"]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["d64", "d128_sk", "d512", "gemma_sliding", "gpt_oss", "every_feature"])
+def test_gpu_the_example_is_right(name: str, tmp_path: Path) -> None:
+    """It compares its results with a double loop, and its exit code says how that went."""
+    require_gcc()
+    config = parse_config(EVERY_FEATURE) if name == "every_feature" else load_config(name)
+    if device_arch() not in config.arch:
+        pytest.skip(f"{name} has no kernel for {device_arch()}")
+    export.export([config], [device_arch()], tmp_path / "kernels")
+    program = tmp_path / "attention_example"
+    sources = [str(tmp_path / "kernels" / source) for source in (export.EXAMPLE, export.LAUNCHER)]
+    subprocess.run(["gcc", "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(program), *sources, "-ldl", "-lm"], check=True)
+    result = subprocess.run([str(program), str(tmp_path / "kernels")], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(": equal\n") == 2

@@ -15,7 +15,7 @@ import pytest
 from fake_driver import DeviceLike, FakeDriver, Seen, require_gcc
 
 import fa4gen
-from fa4gen.codegen import exported
+from fa4gen.codegen import exported, reference
 from fa4gen.codegen.attention import attention_entry_info
 from fa4gen.codegen.config import Config, load_config, parse_config
 from fa4gen.codegen.exported import ExportedError, cubin_name, entry_facts
@@ -217,3 +217,21 @@ def test_a_written_export_loads(tmp_path: Path) -> None:
     loaded = fa4gen.load_exported(tmp_path / "kernels")
     assert loaded.targets == [("d64", "sm_90a"), ("d64", "sm_100a")]
     assert loaded.compiled(config, "sm_90a").cubin == (tmp_path / "kernels" / "d64_sm_90a.cubin").read_bytes()
+
+
+@pytest.mark.gpu
+def test_gpu_an_export_computes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from fa4gen.codegen.export import export
+
+    configs = [load_config(name) for name in ("d64", "d128_sk")]
+    export(configs, None, tmp_path / "kernels")
+    loaded = fa4gen.load_exported(tmp_path / "kernels")
+    for depth in (64, 128):
+        rng = np.random.default_rng(depth)
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((3, 4, 8, depth), (3, 777, 2, depth), (3, 777, 2, depth)))
+        given = [torch.from_numpy(array).cuda().to(torch.bfloat16) for array in (q, k, v)]
+        out, lse = loaded.attention(*given, return_lse=True, num_splits=3)
+        expected = reference.attention(*(array.float().cpu().numpy() for array in given), scale=depth**-0.5, causal=False)
+        assert np.linalg.norm(out.float().cpu().numpy() - expected[0]) <= 4e-3 * np.linalg.norm(expected[0])
+        np.testing.assert_allclose(lse.cpu().numpy(), expected[1], rtol=2.0**-20, atol=1e-4)
