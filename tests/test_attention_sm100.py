@@ -1,13 +1,9 @@
-"""The sm_100a attention kernel: resources against the reference kernels, memory maps, launches, results and hazards on the emulator."""
+"""The sm_100a attention kernel: memory maps, launches, results and hazards on the emulator."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -24,8 +20,6 @@ from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 
 CONFIGS = ("d64", "d128", "d128_m2", "d128_nofma", "d256", "d256_m2", "d512")
-# SASS instructions, bar.sync and ex2 of the reference kernels for the same function (group 8, no mask, contiguous).
-REFERENCE = {"d512": (7072, 9, 156), "d256": (4296, 8, 154), "d128": (3664, 6, 162), "d128_m2": (5144, 6, 308)}
 
 pytestmark = pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC is not installed")
 
@@ -50,37 +44,12 @@ def module(config: Config) -> compiler.Module:
     return compiler.compile_source(source(config), "sm_100a", "attention.cu")
 
 
-def nvdisasm() -> Path | None:
-    try:
-        import nvidia
-    except ImportError:
-        return None
-    found = [file for root in nvidia.__path__ for file in Path(root).glob("**/bin/nvdisasm")]
-    return found[0] if found else (Path(path) if (path := shutil.which("nvdisasm")) else None)
-
-
 @pytest.mark.parametrize("mask", ["none", "causal"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_spills(name: str, mask: str) -> None:
     (resources,) = module(variant(name, mask=mask)).kernels.values()
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert resources.registers <= 128  # 512 threads enter with a 512th of the register file each
-
-
-@pytest.mark.parametrize("name", REFERENCE)
-def test_smaller_than_the_reference_kernel(name: str, tmp_path: Path) -> None:
-    instructions, barriers, exponentials = REFERENCE[name]
-    compiled = module(variant(name, group=8))
-    assert len(re.findall(r"\bbar\.sync\b", compiled.ptx)) <= barriers
-    assert len(re.findall(r"\bex2\.approx", compiled.ptx)) <= exponentials
-    tool = nvdisasm()
-    if tool is None:
-        pytest.skip("nvdisasm is not installed: SASS instructions not counted")
-    cubin = tmp_path / "attention.cubin"
-    cubin.write_bytes(compiled.cubin)
-    listing = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    ours = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", listing, re.MULTILINE))
-    assert 1000 < ours < instructions
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
