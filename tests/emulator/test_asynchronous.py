@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fa4gen.codegen.emulator import TensorMap, Uninitialized
+from fa4gen.codegen.emulator import Program, TensorMap, Uninitialized
 from fa4gen.codegen.emulator.layouts import swizzle
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -119,8 +119,6 @@ LOAD = """
 
 
 def tensor_program(body, out=True, maps=1):
-    from fa4gen.codegen.emulator import Program
-
     params = ", ".join([f".param .align 64 .b8 map{i}[128]" for i in range(maps)] + [".param .u64 out"] * out)
     return Program.from_ptx(
         f""".version 8.6
@@ -164,6 +162,51 @@ def expected_box(array, box, coords, fill=0):
         if all(0 <= p < extent for p, extent in zip(position, array.shape, strict=True)):
             out[index] = array[tuple(position)]
     return out
+
+
+POLICIES = [
+    "createpolicy.fractional.L2::evict_first.b64 %rd20, 1.0;",
+    "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd20, 0.5;",
+    "mov.b64 %rd20, 1;",
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cache_hints_change_nothing(policy, monkeypatch):
+    """On tensor and bulk copies in both directions, on cp.async, and on ordinary loads and stores."""
+    array = np.random.default_rng(0).integers(1, 60000, (20, 48)).astype(np.uint16)
+    tensor_map = TensorMap(array, box=(8, 16), swizzle=32)
+    hinted = LOAD.replace("bytes [%r1]", "bytes.L2::cache_hint [%r1]").replace("}}}], [%r2];", "}}}], [%r2], %rd20;")
+    assert hinted.count("%rd20") == hinted.count("hint") == 1
+    plain = load_box(tensor_map, (16, 3))
+    monkeypatch.setitem(globals(), "LOAD", policy + hinted)
+    assert (load_box(tensor_map, (16, 3)) == plain).all()
+
+    body = policy + """
+        mov.u32 %r1, dyn; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; ld.param.u64 %rd61, [in];
+        @%p1 mbarrier.init.shared.b64 [%r2], 1; bar.sync 0; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
+        @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r1], [%rd61], 128, [%r2], %rd20;
+        W: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra W;
+        @%p1 cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%rd60], [%r1], 128, %rd20;
+        @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;
+        shl.b32 %r3, %tid, 2; cvt.u64.u32 %rd1, %r3; add.s64 %rd2, %rd61, %rd1; add.s64 %rd3, %rd60, %rd1; add.u32 %r4, %r1, %r3;
+        cp.async.ca.shared.global.L2::cache_hint.L2::128B [%r4+128], [%rd2+128], 4, %rd20; cp.async.wait_all; ld.shared.u32 %r5, [%r4+128];
+        st.global.L1::no_allocate.L2::cache_hint.u32 [%rd3+128], %r5, %rd20;
+        ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.u32 %r6, [%rd2+256], %rd20; st.global.cs.u32 [%rd3+256], %r6;
+        ld.global.L1::evict_last.u32 %r7, [%rd2+384]; st.global.wt.u32 [%rd3+384], %r7;
+    """
+    text = f""".version 8.6
+        .target sm_90a
+        .address_size 64
+        .extern .shared .align 1024 .b8 dyn[];
+        .entry k(.param .u64 out, .param .u64 in) {{
+        .reg .pred %p<16>; .reg .b32 %r<32>; .reg .b64 %rd<64>; .reg .b32 %tid; .shared .align 8 .b64 b;
+        mov.u32 %tid, %tid.x; ld.param.u64 %rd60, [out]; {body} }}"""
+    data = np.random.default_rng(1).integers(0, 1 << 32, 128, dtype=np.uint32)
+    out = np.zeros_like(data)
+    result = Program.from_ptx(text).launch("k", 1, 32, 512, [out, data])
+    assert not result.hazards, [str(h) for h in result.hazards]
+    assert (out == data).all()
 
 
 @pytest.mark.parametrize("mode", [0, 32, 64, 128])

@@ -381,6 +381,52 @@ def test_multicast_loads(kind):
         launch(multicast_program(multicast(kind, "31")), args, cluster=(4, 1, 1))
 
 
+@pytest.mark.parametrize("kind", ["tensor", "bulk"])
+def test_multicast_to_the_largest_cluster(kind):
+    data = np.random.default_rng(1).integers(0, 1 << 32, (8, 16), dtype=np.uint32)
+    program, partial = multicast_program(multicast(kind, "255")), multicast_program(multicast(kind, "127"))
+    for seed in (0, 1):
+        out = np.zeros((8, 8, 16), np.uint32)
+        args = [TensorMap(data, box=(8, 16)), data, out]
+        clean(program, args, cluster=(8, 1, 1), seed=seed)
+        assert (out == data).all()
+    assert "CTA 7" in launch(partial, args, cluster=(8, 1, 1)).hazards[0].message
+
+
+def gather(arrivals: int) -> str:
+    """Every CTA stores 32 words at its place in CTA 0's shared memory and arrives at CTA 0's mbarrier; CTA 0 returns them all."""
+    return (
+        RANKS
+        + f"setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared::cta.b64 [b], {arrivals}; @%p1 fence.mbarrier_init.release.cluster;"
+        + SYNC
+        + "mov.u32 %r1, all; mov.u32 %r2, b; mov.u32 %r9, 0;"
+        + "mapa.shared::cluster.u32 %r3, %r1, %r9; mapa.shared::cluster.u32 %r4, %r2, %r9;"
+        + "mad.lo.u32 %r5, %r100, 32, %tid; shl.b32 %r6, %r5, 2; add.u32 %r3, %r3, %r6; mul.lo.u32 %r7, %r5, 3;"
+        + "st.shared::cluster.u32 [%r3], %r7; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4];"
+        + "setp.ne.u32 %p2, %r100, 0; @%p2 bra END;"
+        + "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p3, [b], 0; @!%p3 bra W; mov.u32 %r8, 0;"
+        + "LOOP: mad.lo.u32 %r5, %r8, 32, %tid; shl.b32 %r6, %r5, 2; add.u32 %r7, %r1, %r6; ld.shared.u32 %r10, [%r7];"
+        + "cvt.u64.u32 %rd1, %r6; add.s64 %rd1, %rd60, %rd1; st.global.u32 [%rd1], %r10; add.u32 %r8, %r8, 1;"
+        + "setp.lt.u32 %p4, %r8, %r102; @%p4 bra LOOP; END:"
+        + SYNC
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_every_cta_arrives_at_the_mbarrier_of_one(assemble, size):
+    shared = ".shared .align 16 .b8 all[1024]; .shared .align 8 .b64 b;"
+    for seed in (0, 1, 2):
+        out = np.zeros((size, 32), np.uint32)
+        clean(assemble(gather(32 * size), "out", shared=shared), [Uninitialized(out)], cluster=(size, 1, 1), seed=seed)
+        assert (out.reshape(-1) == 3 * np.arange(32 * size)).all()
+    # One arrival fewer: CTA 0 may read what a CTA has not written yet. One more: it waits for ever.
+    assert kinds(assemble(gather(32 * size + 1), "out", shared=shared), [out], cluster=(size, 1, 1)) == {"deadlock"}
+    if size > 1:
+        found = {kind for seed in range(6) for kind in kinds(assemble(gather(32 * (size - 1)), "out", shared=shared), [out],
+                                                             cluster=(size, 1, 1), seed=seed)}  # fmt: skip
+        assert found & {"race", "uninitialized", "mbarrier"}
+
+
 def test_multicast_commit(assemble):
     """CTA 0's commit arrives at the mbarriers of the CTAs of the mask."""
     body = (
