@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +15,7 @@ import pytest
 from fake_driver import DeviceLike, FakeDriver, Seen, require_gcc
 
 import fa4gen
-from fa4gen.codegen import api, reference
+from fa4gen.codegen import api, driver, reference
 from fa4gen.codegen.attention import attention_entry_info, attention_launch, key_map, query_map, tiling
 from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.geometry import derive
@@ -414,9 +415,39 @@ def test_a_call_of_before_allocates_nothing(stub: FakeDriver) -> None:
     for _ in range(3):
         caller.attention(q, k, v, num_splits=3)
     assert [stub.count(name) for name in ("allocations", "encodings", "modules")] == before
+    # Repeated as a graph repeats it, a launch keeps its number.
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
+    stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
+    assert caller.latest is not None
+    for repeat, number in ((caller.latest.enqueue_again, 4), (caller.latest.enqueue, 5), (caller.latest.enqueue_again, 5)):
+        repeat()
+        assert stub.last().number("launch") == number
     # Another address of Q: its map alone.
     caller.attention(Stub.Tensor(9 << 28, q.shape), k, v, num_splits=3)
     assert [stub.count(name) for name in ("allocations", "encodings", "modules")] == [before[0], before[1] + 1, before[2]]
+
+
+def test_threads_share_a_stream(stub: FakeDriver) -> None:
+    """Each launch takes a number of its own, and the counters that belong to it."""
+    caller = api.Attention(NoCode())
+    before, failures = stub.count("launches"), []
+
+    def work(thread: int) -> None:
+        try:
+            for step in range(100):
+                q, k, v = (Stub.Tensor((place * 16 + step % 7) << 24, (1, 1 + thread % 2, 2, 64)) for place in (1, 2, 3))
+                caller.attention(q, k, v, num_splits=2)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert stub.count("launches") == before + 400
+    assert driver.device(0).workspace(Stub._C.current).number == 400
 
 
 def test_more_calls_than_are_kept(stub: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
