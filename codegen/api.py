@@ -79,6 +79,11 @@ class View:
         return np.ndarray(self.shape, dtype, memory, 0, tuple(stride * dtype.itemsize for stride in self.strides))
 
 
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of an array in one piece."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def unbacked(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """A contiguous array whose memory is never touched, so takes none."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -126,8 +131,7 @@ def view(name: str, array: Any) -> View:
     if known is None:
         raise TypeError(f"{name} has DLPack type {tensor.code} of {tensor.bits} bits, which no kernel takes")
     shape = tuple(tensor.shape[: tensor.ndim])
-    dense = (math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    strides = tuple(tensor.strides[: tensor.ndim] if tensor.strides else dense)
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense(shape)
     return View((tensor.data or 0) + tensor.byte_offset, shape, strides, known, int(index) if on_gpu else -1)
 
 
@@ -281,7 +285,7 @@ def _check(arrays: Mapping[str, View], options: Options) -> None:
 
 def _contiguous(array: View) -> tuple[int, ...]:
     """Strides of a contiguous array of that shape, as it has them along axes of one element."""
-    steps = (math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+    steps = dense(array.shape)
     return tuple(have if extent == 1 else step for have, step, extent in zip(array.strides, steps, array.shape, strict=True))
 
 
@@ -531,7 +535,7 @@ def _make_plan(arrays: dict[str, View], options: Options, kernels: Kernels) -> P
     if own_lse:
         q = arrays["q"].shape
         shape = (q[0], q[2], q[1]) if len(q) == 4 else (q[1], q[0])
-        arrays["lse"] = View(0, shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), "float32", arrays["q"].device)
+        arrays["lse"] = View(0, shape, dense(shape), "float32", arrays["q"].device)
     stand_ins = {name: array.stand_in() for name, array in arrays.items()}
     config, launch, arguments = plan_launch(arrays, stand_ins, options, device.arch, device.sms, kernels)
     plan = Plan(device, kernels.compiled(config, device.arch), launch, arguments, options)

@@ -88,11 +88,17 @@ class Workspace:
         return number
 
     def reserve(self, name: str, nbytes: int) -> int:
-        """The address of at least so many bytes, zeroed when they were made."""
-        block = self._blocks.get(name)
-        if block is None or block[1] < nbytes:
-            block = self._blocks[name] = (self._device.zeros(nbytes), nbytes)
-        return block[0]
+        """The address of at least so many bytes, zeroed when they were made.
+
+        What was too small stays with those who use it, so each is at least half as large again: their sum stays a small multiple of the
+        largest, however slowly launches grow.
+        """
+        address, size = self._blocks.get(name, (0, 0))
+        if not address or size < nbytes:
+            size = max(nbytes, size + size // 2)
+            address = self._device.zeros(size)
+            self._blocks[name] = address, size
+        return address
 
 
 class Device:

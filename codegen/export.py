@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import attention, driver
-from .api import View
+from .api import View, dense
 from .artifacts import RESOURCE_KEYS, EmitError, known_spills, spill_gate, write_folder
 from .attention import Workspace, attention_entry_info, attention_launch, feature_arguments
 from .compiler import Module, compile_all
@@ -71,8 +71,7 @@ OUT_BOUND = "4e-3"
 
 
 def _stand_in(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return View(0, shape, strides, dtype, 0).stand_in()
+    return View(0, shape, dense(shape), dtype, 0).stand_in()
 
 
 def _map_facts(name: str, value: Any) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import subprocess
 import sys
@@ -317,7 +316,7 @@ class Stub:
     class Tensor:
         def __init__(self, address: int, shape: tuple[int, ...], dtype: str = "float16", strides: tuple[int, ...] | None = None) -> None:
             self.address, self.shape, self.dtype, self.is_cuda = address, shape, f"torch.{dtype}", True
-            self.strides = strides or tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+            self.strides = strides or api.dense(shape)
 
         def data_ptr(self) -> int:
             return self.address
@@ -448,6 +447,16 @@ def test_threads_share_a_stream(stub: FakeDriver) -> None:
     assert failures == []
     assert stub.count("launches") == before + 400
     assert driver.device(0).workspace(Stub._C.current).number == 400
+
+
+def test_a_growing_cache_does_not_pile_up_workspaces(stub: FakeDriver) -> None:
+    caller = api.Attention(NoCode())
+    before = stub.count("allocations")
+    for batch in range(1, 200):
+        q, k, v = (Stub.Tensor(place << 28, (batch, 1 if place == 1 else 640, 2, 64)) for place in (1, 2, 3))
+        caller.attention(q, k, v, num_splits=10)
+    # Four arrays, each half as large again as the one before.
+    assert 4 <= stub.count("allocations") - before <= 4 * 16
 
 
 def test_more_calls_than_are_kept(stub: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ class Call:
         else:
             self.c["keys"] = keys
         # A contiguous array may have any stride along an axis of one element.
-        odd = tuple(8 if extent == 1 else math.prod(q_shape[axis + 1 :]) for axis, extent in enumerate(q_shape))
+        odd = tuple(8 if extent == 1 else step for step, extent in zip(api.dense(q_shape), q_shape, strict=True))
         self.array("q", q_shape, config.dtype, "q", rng.choice([None, odd]))
         kv_dtype = config.kv_dtype or config.dtype
         for name in ("k", "v"):
@@ -247,8 +247,7 @@ class Call:
     def array(self, name: str, shape: tuple[int, ...], dtype: str, c_name: str, strides: tuple[int, ...] | None = None) -> None:
         # Addresses far apart, so that a mix-up shows.
         address = (len(self.arrays) + 1) << 44 | 0x1230
-        dense = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        self.arrays[name] = api.View(address, shape, strides or dense, dtype, 0)
+        self.arrays[name] = api.View(address, shape, strides or api.dense(shape), dtype, 0)
         self.c[c_name] = address
 
     @staticmethod
@@ -272,7 +271,7 @@ class Call:
         if own_lse:
             q = arrays["q"].shape
             shape = (q[0], q[2], q[1]) if len(q) == 4 else (q[1], q[0])
-            arrays["lse"] = api.View(0, shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))), "float32", 0)
+            arrays["lse"] = api.View(0, shape, api.dense(shape), "float32", 0)
         stand_ins = {name: array.stand_in() for name, array in arrays.items()}
         _, launch, arguments = api.plan_launch(arrays, stand_ins, self.options, arch, device.sms)
         plan = api.Plan(device, Compiled(arch, "", b"cubin"), launch, arguments, self.options)
