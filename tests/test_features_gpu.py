@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .test_attention_features import PAGED, RAGGED, FeatureProblem, compiled, config, source
+from .test_attention_features import LISTED, PAGED, RAGGED, FeatureProblem, compiled, config, source
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {"key_lengths": True},
     "ragged": RAGGED,
     **{f"pages of {page}": PAGED | {"page_size": page} for page in (1, 16, 32, 64, 128, 256)},
+    "pages of 16, listed": LISTED | {"page_size": 16},
+    "pages of 64, listed": LISTED | {"page_size": 64},
     "pages of 16, ragged": RAGGED | PAGED | {"page_size": 16},
 }
 MASKS: dict[str, dict[str, Any]] = {
