@@ -122,10 +122,11 @@ def view(name: str, array: Any) -> View:
         return View(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array.get_device())
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name} is a {type(array).__name__}; expected an array with DLPack, such as a torch tensor")
-    # -1: the producer need not wait, the launch goes into the caller's stream.
     kind, index = array.__dlpack_device__()
     on_gpu = int(kind) == _DLPACK_CUDA
-    capsule = array.__dlpack__(stream=-1) if on_gpu else array.__dlpack__()
+    # -1: the producer need not wait, the launch goes into the caller's stream. JAX takes that for a stream, and waits for none without it.
+    waits = on_gpu and type(array).__module__.partition(".")[0] not in ("jax", "jaxlib")
+    capsule = array.__dlpack__(stream=-1) if waits else array.__dlpack__()
     tensor = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
     known = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if known is None:

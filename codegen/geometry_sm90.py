@@ -115,13 +115,13 @@ class Sm90Geometry(Geometry):
 
     @property
     def page_lookups(self) -> int:
-        """Pages of a key tile that a lane of the ring's producer looks up."""
+        """Entries of the block table that a lane of the ring's producer reads at once: together they hold the pages of a key tile."""
         return -(-self.tile_pages // WARP_THREADS)
 
     @property
-    def copy_turns(self) -> int:
-        """Copies of a slot that a lane of the ring's producer issues, where they are more than one."""
-        return -(-self.slot_chunks * self.tile_pages // WARP_THREADS)
+    def batch_step(self) -> int:
+        """Batches of page_lookups entries a lane from one key tile of a ring to the next, at most."""
+        return max(1, self.warpgroups * self.tile_pages // (WARP_THREADS * self.page_lookups))
 
     def offset(self, name: str) -> int:
         """Offset in bytes of a region of `smem_map`. Raises KeyError."""

@@ -182,8 +182,7 @@ def roles(geo: Geometry) -> tuple[Role, ...]:
     result = [Role(name, warps * i, warps, geo.consumer_registers, task) for i, name in enumerate(_softmax_roles(geo))]
     first = WARPS * geo.warpgroups
     for ring in range(producers):
-        by = "a page a lane" if geo.tile_pages > 1 else "one thread"
-        result.append(Role(_producer(geo, ring), first + ring, 1, geo.producer_registers, f"fills a ring with K and V by TMA, {by}"))
+        result.append(Role(_producer(geo, ring), first + ring, 1, geo.producer_registers, "fills a ring with K and V by TMA, one thread"))
     result.append(Role("load Q", first + producers, 1, geo.producer_registers, "Q of every item by TMA, one thread"))
     left = geo.producer_warps - producers - 1
     if left:

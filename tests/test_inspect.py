@@ -229,8 +229,8 @@ def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> lis
     chunk_bytes, page_bytes = geo.slot_bytes // geo.slot_chunks, geo.slot_bytes // geo.slot_chunks // geo.tile_pages
     return [
         (c * chunk_bytes + page * page_bytes, (0, 0, chunk + c, 0, int(table[first // config.page_size + page])))
-        for c in range(geo.slot_chunks)
         for page in range(geo.tile_pages)
+        for c in range(geo.slot_chunks)
     ]
 
 

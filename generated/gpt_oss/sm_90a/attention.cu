@@ -206,9 +206,10 @@ constexpr unsigned CHUNK_UNITS = 512;   // a chunk of 64 keys x 128 bytes
 constexpr float LAZY_LIMIT = 8.0f;  // a probability may reach 2^8 before its row's maximum is renewed
 constexpr unsigned WINDOW = 128;  // keys that a query sees at most
 constexpr unsigned PAGE_KEYS = 16;
-constexpr unsigned PAGES = 4;         // of a key tile
-constexpr unsigned PAGE_LOOKUPS = 1;   // that a lane of the ring's producer looks up in a key tile
-constexpr unsigned COPY_TURNS = 1;     // copies of a slot that such a lane issues
+constexpr unsigned PAGES = 4;         // of a key tile, copied one by one
+constexpr unsigned PAGE_LOOKUPS = 1;   // entries of the table that a lane of the ring's producer reads at once
+constexpr unsigned TABLE_BATCH = PAGE_LOOKUPS * 32;
+constexpr unsigned BATCH_STEP = 1;     // batches from one key tile of a ring to the next, at most
 constexpr float LOG2E = 1.44269504f;
 constexpr float LN2 = 0.69314718f;
 constexpr float MINUS_INFINITY = __builtin_bit_cast(float, 0xff800000u);
@@ -787,52 +788,67 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
         const Item item = item_at(p, index);
         if (!has_work(p, item)) continue;
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
-        // This lane's pages of a key tile, which it looks up a tile ahead. A page past the end is none: its box lies outside and brings zeros.
-        const auto page_of = [&](unsigned tile, unsigned half) {
-            const unsigned entry = tile * PAGES + lane % PAGES + half * 32;
-            return tile < item.end_tile && entry * PAGE_KEYS < item.keys ? table[entry] : -1;
+        // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
+        // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
+        const auto entry_of = [&](unsigned batch, unsigned lookup) {
+            const unsigned entry = batch * TABLE_BATCH + lookup * 32 + lane;
+            return entry * PAGE_KEYS < item.keys ? table[entry] : -1;
         };
-        int pages[PAGE_LOOKUPS];
+        unsigned batch = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS / TABLE_BATCH;
+        int entries[PAGE_LOOKUPS], ahead[PAGE_LOOKUPS];
 #pragma unroll
-        for (unsigned half = 0; half < PAGE_LOOKUPS; ++half) pages[half] = page_of(item.first_tile + warpgroup, half);
+        for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+            entries[lookup] = entry_of(batch, lookup);
+            ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
+        }
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
-            int next[PAGE_LOOKUPS];
+            const unsigned entry = tile * BLOCK_KEYS / PAGE_KEYS;
+            if (entry / TABLE_BATCH != batch) {
+                batch += BATCH_STEP;
 #pragma unroll
-            for (unsigned half = 0; half < PAGE_LOOKUPS; ++half) next[half] = page_of(tile + WARPGROUPS, half);
+                for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+                    entries[lookup] = ahead[lookup];
+                    ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
+                }
+            }
+            int pages[PAGES];
+#pragma unroll
+            for (unsigned i = 0; i < PAGES; ++i) pages[i] = __shfl_sync(0xffffffff, entries[i / 32], (entry + i) % 32);
 #pragma unroll 1
             for (unsigned part = 0; part < 2 * TILE_SLOTS; ++part) {
                 // Keys past the end arrive as zeros and count as bytes.
                 wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
                 const unsigned landed = full + at.slot * MBARRIER_BYTES;
-                if (lane == 0) ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
-                // Orders the announcement before the copies of all lanes.
-                __syncwarp();
-                // Box b is page b % PAGES of chunk b / PAGES. The swizzle goes by the shared address, so rows of a chunk may land apart.
+                // One thread, and every copy written out: a lane for each would have them issued one by one as well, by a loop.
+                if (ptx_elect_sync()) {
+                    ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
 #pragma unroll
-                for (unsigned turn = 0; turn < COPY_TURNS; ++turn) {
-                    const unsigned box = turn * 32 + lane, chunk = box / PAGES;
-                    if (box < SLOT_CHUNKS * PAGES)
-                        ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + box % PAGES * (PAGE_KEYS * 128),
-                                        part < TILE_SLOTS ? k_map : v_map, landed, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
-                                        pages[turn % PAGE_LOOKUPS]);
+                    for (unsigned i = 0; i < PAGES; ++i)
+#pragma unroll
+                        for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
+                            // The swizzle goes by the shared address, so rows of a chunk may land apart.
+                            ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128),
+                                            part < TILE_SLOTS ? k_map : v_map, landed, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
+                                            pages[i]);
                 }
                 at.advance(Tile::SLOTS_PER_RING);
             }
-#pragma unroll
-            for (unsigned half = 0; half < PAGE_LOOKUPS; ++half) pages[half] = next[half];
         }
         const Share share = share_of(item, warpgroup);
         if (item.used == 1 || !share.any()) continue;
         if (p.cluster > 1) {
             // The consumers stage O in the ring for the cluster. The arrival keeps them from getting two items ahead of this wait.
-            if (lane == 0) ptx_mbarrier_arrive(smem + Tile::READ_OFFSET);
+            if (ptx_elect_sync()) ptx_mbarrier_arrive(smem + Tile::READ_OFFSET);
             wait_cluster(smem + Tile::READ_OFFSET, verdict_parity);
             verdict_parity ^= 1;
             continue;
         }
         wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
-        if (!reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup]) continue;
+        const unsigned merges = reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup];
+        // Orders every lane's read before the announcements of one of them, after which the consumers may write the next answer.
+        __syncwarp();
+        if (!merges) continue;
         // The partitions were written by ordinary stores, which the verdict has made visible here; these copies belong to the other proxy.
         ptx_fence_proxy_async_global();
         const float* partial = workspace.o + (unsigned long long)(item.query_tile * p.partitions + item.first_partition) * (O_BLOCKS * Tile::BLOCK_FLOATS);
@@ -841,8 +857,8 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
             if (!share.has(block % O_BLOCKS)) continue;
             wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
             const unsigned landed = full + at.slot * MBARRIER_BYTES;
-            if (lane == 0) ptx_mbarrier_arrive_expect_tx(landed, Tile::PIECE_BYTES);
-            if (lane == 0) ptx_bulk_load(ring + at.slot * SLOT_BYTES, partial + (unsigned long long)block * Tile::BLOCK_FLOATS, Tile::PIECE_BYTES, landed);
+            if (ptx_elect_sync()) ptx_mbarrier_arrive_expect_tx(landed, Tile::PIECE_BYTES);
+            if (ptx_elect_sync()) ptx_bulk_load(ring + at.slot * SLOT_BYTES, partial + (unsigned long long)block * Tile::BLOCK_FLOATS, Tile::PIECE_BYTES, landed);
             at.advance(Tile::SLOTS_PER_RING);
         }
     }
