@@ -35,7 +35,7 @@ def failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     loaded = "print(sorted(m for m in sys.modules if m in sys.argv[1:]), file=sys.stderr)"
     code = f"import sys; from fa4gen.cli import main; main(['--help']); {loaded}"
     heavy = ["numpy", "jinja2", "pydantic", "yaml", "rich", "cuda", "ml_dtypes", "fa4gen.codegen"]
@@ -43,12 +43,6 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert result.stderr.strip() == "[]"
     for command in ("emit", "export", "check", "run", "list", "schema", "emulate"):
         assert command in result.stdout
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
 
 
 @pytest.mark.parametrize("command", sorted(cli.cli.commands))
