@@ -556,6 +556,10 @@ def test_trace(name: str, arch: str, seed: int, tmp_path: Path, capsys: pytest.C
     kinds = {"sm_100a": {"mma", "commit"}, "sm_90a": {"mma"} if load_shipped(name).shared_key else set()}
     assert {event["cat"] for event in begun} == {"load", "store"} | kinds[arch]
     assert any("mma" in event["name"] for event in events if event.get("cat") == "issue")
+    if isinstance(geo, Sm100Geometry):
+        # S of every key tile and P.V into O, each into the accumulator of its warpgroup.
+        products = {event["name"] for event in begun if event["cat"] == "mma"}
+        assert products == {f"tcgen05.mma -> {region.name}" for region in geo.tmem_map}
     assert {event["name"][:6] for event in begun if event["cat"] == "load"} == {"load Q", "load K", "load V"}
     assert all(event["args"]["signals"] in known for event in begun if event["cat"] == "load")
     barriers = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "barrier"}

@@ -54,6 +54,9 @@ class Observer:
     def copy(self, warp: Warp, tensor_map: TensorMap, coordinates: Sequence[int], address: int, barrier: MBarrier | None) -> None:
         """A tensor copy is issued, to or from `address` in shared memory; its effect is deferred next. barrier: of a load."""
 
+    def multiply(self, warp: Warp, column: int) -> None:
+        """An MMA into tensor memory is issued, its accumulator `column` columns into the CTA's allocation; its effect is deferred next."""
+
     def deferred(self, pending: Pending) -> None:
         """An asynchronous effect is queued by the instruction under way."""
 

@@ -457,6 +457,8 @@ class _Mma:
         thread.code, thread.used = code, thread.time
         if not good:
             return
+        if (observer := cta.launch.observer) is not None:
+            observer.multiply(w, d_block.first - min(memory.blocks, default=0))
         mode = cta.launch.tensor_cores
         groups = 1 if not ws else TMEM_LANES // descriptor.m
         sign = -1.0 if descriptor.negate_a != descriptor.negate_b else 1.0

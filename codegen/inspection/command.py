@@ -11,6 +11,7 @@ from .. import pipeline, runner
 from ..config import Config, load_config
 from ..files import check_writable, write_whole
 from ..geometry import SUB_TILE_DEPTH, Geometry, derive, symbol
+from ..geometry_sm100 import Sm100Geometry
 from ..progress import emulation_progress
 from ..render import has_attention
 from ..text import one_line
@@ -216,7 +217,11 @@ def record_attention(
             return f"{array.upper()} {page}key {coordinates[1]} depth {coordinates[0] + coordinates[2] * SUB_TILE_DEPTH}"
         return f"{array.upper()} depth {coordinates[0]}"
 
-    recorder = Recorder(arrays, SHARED_START, label)
+    def accumulator(column: int) -> str:
+        regions = geo.tmem_map if isinstance(geo, Sm100Geometry) else ()
+        return next((region.name for region in regions if region.offset <= column < region.end), f"column {column}")
+
+    recorder = Recorder(arrays, SHARED_START, label, accumulator)
     cluster = launch.cluster
     try:
         result = Program.from_ptx(compiled.ptx).launch(

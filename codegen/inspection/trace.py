@@ -75,7 +75,7 @@ class Copy:
 
 class Recorder(Observer):
     """Records a launch. arrays: names of its tensor maps, by id(). base: address of offset 0 of the dynamic shared memory.
-    label: text for a copy, from the array's name and the coordinates.
+    label: text for a copy, from the array's name and the coordinates. accumulator: name of what lies at a column of tensor memory.
 
     slices, flights: what happened when; mbarriers: (CTA, offset in shared memory) -> what was seen of it; named: (CTA, id) -> for each
     completion the threads counted and the warps that came; copies: CTA -> tensor loads in the order of their issue.
@@ -84,10 +84,15 @@ class Recorder(Observer):
     watch = (*MMA_OPCODES, *EXIT_OPCODES)
 
     def __init__(
-        self, arrays: Mapping[int, str], base: int, label: Callable[[str, Sequence[int]], str] = lambda array, coordinates: array
+        self,
+        arrays: Mapping[int, str],
+        base: int,
+        label: Callable[[str, Sequence[int]], str] = lambda array, coordinates: array,
+        accumulator: Callable[[int], str] = str,
     ) -> None:
         super().__init__()
         self.label = label
+        self.accumulator = accumulator
         self.arrays = arrays
         self.base = base
         self.slices: list[Slice] = []
@@ -101,6 +106,7 @@ class Recorder(Observer):
         self._bursts: dict[Warp, Slice] = {}
         self._groups: dict[Warp, Slice] = {}
         self._copy: tuple[str, str, dict[str, Any]] | None = None
+        self._product = ""
         self._in_flight: dict[int, tuple[Pending, Flight]] = {}
         self._landing: Flight | None = None
 
@@ -162,7 +168,8 @@ class Recorder(Observer):
         if self.opcode.startswith(EXIT_OPCODES):
             self.exits[warp.cta.index, warp.index] = self.step
         elif self.opcode.startswith(MMA_OPCODES):
-            burst = self._burst(warp, ".".join(self.opcode.split(".")[:2]))
+            burst = self._burst(warp, self._product or ".".join(self.opcode.split(".")[:2]))
+            self._product = ""
             if self.opcode.startswith("wgmma"):
                 self._groups.setdefault(warp, burst)
 
@@ -177,13 +184,16 @@ class Recorder(Observer):
         loads = self.copies.setdefault(warp.cta.index, [])
         loads.append(Copy(warp.index, array, tuple(coordinates), address - self.base, self.offset(barrier)))
 
+    def multiply(self, warp: Warp, column: int) -> None:
+        self._product = f"tcgen05.mma -> {self.accumulator(column)}"
+
     def deferred(self, pending: Pending) -> None:
         warp = self.warp
         assert warp is not None
         start = self.step - 1
         args: dict[str, Any] = {}
         if self.opcode.startswith("tcgen05.mma"):
-            kind, name = "mma", "tcgen05.mma"
+            kind, name = "mma", self._product
         elif self.opcode.startswith("wgmma.commit_group"):
             kind, name = "mma", "wgmma group"
             first = self._groups.pop(warp, None)
