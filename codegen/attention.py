@@ -337,7 +337,7 @@ def attention_launch(
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
     # A list has tiles of its pages alone.
-    key_tiles = -(-(keys if page_places is None or block_table is None else block_table.shape[1] * k.shape[1]) // geo.block_keys)
+    key_tiles = -(-read_keys(keys, k, given) // geo.block_keys)
     if partition_keys is None:
         split = Split(key_tiles, 1)
     elif partition_keys == "auto":
@@ -382,6 +382,12 @@ def attention_launch(
         *feature_values(config, given, q),
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster, attention_regions(geo))
+
+
+def read_keys(keys: int, k: np.ndarray, given: Mapping[str, np.ndarray | None]) -> int:
+    """Keys that a kernel reads of each sequence at most: of `keys` a list of pages has those of its pages alone."""
+    table = given.get("block_table")
+    return keys if given.get("page_places") is None or table is None else table.shape[1] * k.shape[1]
 
 
 class Extents(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import Extents, Workspace, feature_arguments, feature_values, key_map, problem_arguments, query_map, tiling
+from .attention import Extents, Workspace, feature_arguments, feature_values, key_map, problem_arguments, query_map, read_keys, tiling
 from .backends import Launch
 from .config import Config
 from .emulator import Uninitialized
@@ -99,7 +99,7 @@ def attention_launch(
     batch, q_len, keys, kv_heads, group = extents
     tiles = tiling(geo.tile_rows, q_len, group)
     items = batch * kv_heads * tiles.q_tiles
-    key_tiles = -(-keys // geo.block_keys)
+    key_tiles = -(-read_keys(keys, k, given) // geo.block_keys)
     if partition_keys is None:
         partition_tiles = key_tiles
     elif partition_keys == "auto":

@@ -22,7 +22,7 @@ from .geometry import (
 )
 
 # What the kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "exact"})
+FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "exact"})
 TMEM_COLUMNS = 512
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
@@ -31,7 +31,6 @@ TMEM_ADDRESS_BYTES = 4
 SMEM_ALIGN_BYTES = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern
 CORRECTION_COLS = 32
-WARP_THREADS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +162,6 @@ class Sm100Geometry(Geometry):
         return min(self.block_keys, self.page_keys)
 
     @property
-    def k_turns(self) -> int:
-        """Copies of a slot with K that a lane of a load warp issues."""
-        return -(-self.block_keys // self.k_box_keys // WARP_THREADS)
-
-    @property
     def v_atom_keys(self) -> int:
         """Keys of a piece [keys][64 columns] of a slot with V."""
         return self.pv_key_chunk if self.shared_key or self.layout_e else self.block_keys
@@ -198,11 +192,6 @@ class Sm100Geometry(Geometry):
     def v_boxes(self) -> int:
         """TMA copies that fill a slot with V: without pages one, and one for each key half in layout E."""
         return self.slot_bytes // self.v_box_bytes
-
-    @property
-    def v_turns(self) -> int:
-        """Those of them that a lane of a load warp issues."""
-        return -(-self.v_boxes // WARP_THREADS)
 
     @property
     def v_atom_bytes(self) -> int:

@@ -17,7 +17,7 @@ from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 from fa4gen.codegen.render import render
 
-from .test_attention_features import PAGED, RAGGED, FeatureProblem
+from .test_attention_features import LISTED, PAGED, RAGGED, FeatureProblem
 
 pytestmark = pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC is not installed")
 
@@ -72,6 +72,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[list[int], list[int], int, int], di
     ("d128", {"sinks": True}, ([1], [200], 5, 2), {}),
     ("d256", {"softcap": 20.0, "mask": "causal"}, ([3], [300], 5, 1), {"scale": -3.0}),
     ("d128", {"softcap": 3.0, "sinks": True}, ([1], [300], 5, 1), {"scale": 1.0, "partition_keys": 256}),
+    ("d256", {"page_size": 16} | LISTED, ([1] * 2, [0, 400], 8, 1), {}),
+    ("d128", {"page_size": 32, "mask": "causal", "window": 200} | LISTED, ([4] * 2, [700, 130], 5, 1), {"partition_keys": 256}),
+    ("d512", {"page_size": 256, "mask": "causal", "window": 20} | LISTED, ([4] * 2, [600, 5], 5, 1), {}),
+    ("d128_m2", ALL | {"page_list": True}, ([4, 7, 0], [300, 130, 20], 5, 1), {}),
     ("d256_m2", ALL, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
     ("d64", ALL | {"out_dtype": "float32"}, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
 ]  # fmt: skip
@@ -87,7 +91,7 @@ def test_a_feature_is_right_and_clean(number: int) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_spills_with_all_features(name: str) -> None:
-    c = variant(name, **ALL | {"softcap": 30.0, "rescale": "exact"})
+    c = variant(name, **ALL | {"softcap": 30.0, "rescale": "exact", "page_size": 1, "page_list": True})
     (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert resources.registers <= 128
@@ -221,10 +225,9 @@ def test_an_entry_states_the_arguments_of_its_features() -> None:
 
 
 def test_a_feature_that_a_target_lacks_is_refused_on_one_line() -> None:
-    for fields in ({"kv_dtype": "float8_e4m3fn"}, {"page_list": True, "page_size": 16} | PAGED):
-        with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_100a lacks it.*or list a target other than sm_100a") as error:
-            variant("d256", **fields)
-        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_100a lacks it.*or list a target other than sm_100a") as error:
+        variant("d256", kv_dtype="float8_e4m3fn")
+    assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_90a lacks it.*set shared_key: true.* or list a target other than"):
         variant("d128", arch=["sm_90a", "sm_100a"], sinks=True)
 
