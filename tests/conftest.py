@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fa4gen.codegen.backends import BackendUnavailable
@@ -24,3 +26,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What a sweep ran (the property "sweep": kernel, launches, warp instructions, seconds), kernel by kernel."""
+    totals: dict[str, list[float]] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "sweep":
+                sums = totals.setdefault(value[0], [0, 0, 0])
+                sums[:] = (a + b for a, b in zip(sums, value[1:], strict=True))
+    launches = sum(sums[0] for sums in totals.values())
+    if launches <= len(totals) * 4:
+        return
+    terminalreporter.section("launches without a finding")
+    for kernel, (count, instructions, seconds) in sorted(totals.items()):
+        figures = f"{count:6,.0f} launches {instructions / 1e6:8.1f} M warp instructions {seconds / 60:6.1f} min"
+        terminalreporter.write_line(f"{kernel:40} {figures}")
+    minutes = sum(sums[2] for sums in totals.values()) / 60
+    terminalreporter.write_line(f"{launches:,.0f} launches of {len(totals)} kernels in {minutes:.0f} core minutes, no finding")
