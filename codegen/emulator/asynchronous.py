@@ -646,9 +646,11 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             raise asm.error(f"{ins.opcode}: .{word} is not supported")
     code = asm.code
     if "bulk_group" in words:
+        _operand_count(asm, ins, words, 2)
         return _tensor_store(asm, ins.operands[0], ins.operands[1], rank, None)
     if len(ins.operands) < 3 or "global" not in words:
         raise asm.error(f"{ins.opcode}: this form of copy is not supported")
+    _operand_count(asm, ins, words, 3)
     target = shared_reader(asm, ins.operands[0], ["shared"] if any(w.startswith("shared") for w in words) else words)
     map_address = _map_reader(asm, ins.operands[1])
     _, coordinates = _coordinates(asm, ins.operands[1], rank)
@@ -689,6 +691,16 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                 complete_on(w, barrier, box.bytes, slot, move)
 
     return step, step
+
+
+def _operand_count(asm: Assembler, ins: Instruction, words: list[str], fixed: int) -> None:
+    """Refuses a copy that lacks the mask or the cache policy its modifiers announce, or has more than they do."""
+    hinted = "L2::cache_hint" in words
+    expected = fixed + ("multicast::cluster" in words) + hinted
+    if len(ins.operands) != expected:
+        raise asm.error(f"{ins.opcode} takes {expected} operands")
+    if hinted:
+        asm.source(ins.operands[-1], "u64")
 
 
 def _multicast(asm: Assembler, ins: Instruction, words: list[str], place: int) -> int:
@@ -859,6 +871,7 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         return _bulk_between(asm, ins)
     if len(operands) < (3 if to_global else 4) or "global" not in words:
         raise asm.error(f"{ins.opcode}: this form of copy is not supported")
+    _operand_count(asm, ins, words, (3 if to_global else 4) + ("cp_mask" in words))
     ranks = -1 if to_global else _multicast(asm, ins, words, 4)
     shared_address = shared_reader(asm, operands[1 if to_global else 0], ["shared"])
     global_address, _ = address_reader(asm, operands[0 if to_global else 1], "global")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from fa4gen.codegen.emulator import Program, TensorMap, Uninitialized
+from fa4gen.codegen.emulator import Program, PtxError, TensorMap, Uninitialized
 from fa4gen.codegen.emulator.layouts import swizzle
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -181,6 +181,9 @@ def test_cache_hints_change_nothing(policy, monkeypatch):
     plain = load_box(tensor_map, (16, 3))
     monkeypatch.setitem(globals(), "LOAD", policy + hinted)
     assert (load_box(tensor_map, (16, 3)) == plain).all()
+    monkeypatch.setitem(globals(), "LOAD", policy + hinted.replace(", %rd20;", ";"))
+    with pytest.raises(PtxError, match="takes 4 operands"):
+        load_box(tensor_map, (16, 3))
 
     body = policy + """
         mov.u32 %r1, dyn; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; ld.param.u64 %rd61, [in];

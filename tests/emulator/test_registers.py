@@ -17,10 +17,9 @@ def run(assemble, first: str, others: str, threads: int, seed: int = 0):
 
 
 def test_a_warp_specialized_kernel_is_clean(assemble):
+    others = "griddepcontrol.wait; griddepcontrol.launch_dependents; setmaxnreg.dec.sync.aligned.u32 40;"
     for seed in SEEDS:
-        assert not run(
-            assemble, "setmaxnreg.inc.sync.aligned.u32 240;", "griddepcontrol.wait; setmaxnreg.dec.sync.aligned.u32 40;", 384, seed
-        )
+        assert not run(assemble, "setmaxnreg.inc.sync.aligned.u32 240;", others, 384, seed)
 
 
 def test_increase_waits_for_a_decrease(assemble):
