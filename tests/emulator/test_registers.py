@@ -33,7 +33,7 @@ def test_increase_waits_for_a_decrease(assemble):
         assert not assemble(body.format(give="setmaxnreg.dec.sync.aligned.u32 200;")).launch("k", 1, 384, seed=seed).hazards
         found = assemble(body.format(give="")).launch("k", 1, 384, seed=seed).hazards
         assert [h.kind for h in found] == ["deadlock"]
-        assert "waits for 768 registers (65536 of 65536 are held by others)" in found[0].message
+        assert "wait for 768 registers (65536 of 65536 are held by others)" in found[0].message
 
 
 def test_roles_of_one_warpgroup_may_differ(assemble):
