@@ -90,15 +90,23 @@ def key_counts() -> list[list[int]]:
 def cases() -> Iterator[Case]:
     """Every case once, in the order in which they are run.
 
-    A round runs everything under one seed each, all seeds in turn; after the first, the edges of the key tile come before the rest.
-    Mixed within, so that a sweep cut short has seen some of everything.
+    First everything under one seed each, all seeds in turn: the edges of the key tile, then the rest, few keys (which are cheap) before
+    many. Then the edges of the key tile under the other seeds, then the rest. Mixed within, so that a sweep cut short has seen some of
+    everything.
     """
     tile, *others = key_counts()
     rest = [keys for each in others for keys in each]
-    for turns, keys in ([0], tile), ([0], rest), (SEEDS[1:], tile), (SEEDS[1:], rest):
+    bands = [[keys for keys in rest if low < keys <= high] for low, high in itertools.pairwise((0, 256, 512, 1024, MOST_KEYS))]
+    order = [([0], tile), *(([0], band) for band in bands), (SEEDS[1:], tile), *((SEEDS[1:], band) for band in bands)]
+    for turns, keys in order:
         for turn in turns:
-            cells = list(itertools.product(CONFIGS, (True, False), MASKS, POSITIONS, PARTITIONS, keys))
-            round_ = [Case(*cell, SEEDS[(number + number // len(keys) + turn) % len(SEEDS)]) for number, cell in enumerate(cells)]
+            axes = itertools.product(CONFIGS, (True, False), MASKS, POSITIONS, PARTITIONS)
+            # Every key count meets all seeds over the other axes.
+            round_ = [
+                Case(*launched, count, SEEDS[(place + 2 * number + turn) % len(SEEDS)])
+                for number, launched in enumerate(axes)
+                for place, count in enumerate(keys)
+            ]
             random.Random(turn).shuffle(round_)
             yield from round_
 
