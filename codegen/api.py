@@ -153,6 +153,7 @@ def choose_config(
     key_lengths: bool,
     ragged_queries: bool,
     page_list: bool,
+    page_scales: bool,
     exact: bool,
     arch: str,
 ) -> Config:
@@ -185,6 +186,7 @@ def choose_config(
         "softcap": softcap,
         "sinks": sinks,
         "kv_dtype": kv_dtype if kv_dtype != dtype else None,
+        "kv_scale": "page" if page_scales else "head",
         "page_list": page_list,
         "rescale": "exact" if exact else "lazy",
     }
@@ -264,7 +266,7 @@ def _check(arrays: Mapping[str, View], options: Options) -> None:
         raise ValueError(f"page_places has shape {places.shape}; expected that of block_table, {table.shape}")
     if table is None and k.shape[0] != batch:
         raise ValueError(f"k has {k.shape[0]} sequences, q has {batch}")
-    expected_shapes: dict[str, tuple[int, ...]] = {"seqused_k": (batch,), "sinks": (heads,), "k_scale": (kv_heads,), "v_scale": (kv_heads,)}
+    expected_shapes: dict[str, tuple[int, ...]] = {"seqused_k": (batch,), "sinks": (heads,)}
     expected_shapes |= {"out": q.shape, "lse": (batch, heads, q.shape[1]) if starts is None else (heads, q.shape[0])}
     for name, shape in expected_shapes.items():
         if name in arrays and arrays[name].shape != shape:
@@ -272,16 +274,31 @@ def _check(arrays: Mapping[str, View], options: Options) -> None:
     for name, array in arrays.items():
         if name not in ("k", "v") and array.strides != _contiguous(array):
             raise ValueError(f"{name} has strides of {array.strides} elements; expected a contiguous array")
-    fp8 = k.dtype == "float8_e4m3fn"
-    for name in ("k_scale", "v_scale"):
-        if (name in arrays) != fp8:
-            raise ValueError(f"{name} is {'missing: k and v are float8_e4m3fn' if fp8 else f'given, but k and v are {k.dtype}'}")
+    _check_scales(arrays)
     if options.num_splits is not None and options.split_size is not None:
         raise ValueError("num_splits and split_size are both given; one decides the other")
     for name in ("num_splits", "split_size", "window", "max_seqlen_q"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
+
+
+def _check_scales(arrays: Mapping[str, View]) -> None:
+    """Raises ValueError naming the argument: both scales are of heads, or both of the pages that a block table lists."""
+    k = arrays["k"]
+    fp8 = k.dtype == "float8_e4m3fn"
+    kv_heads = k.shape[2]
+    for name in ("k_scale", "v_scale"):
+        if (name in arrays) != fp8:
+            raise ValueError(f"{name} is {'missing: k and v are float8_e4m3fn' if fp8 else f'given, but k and v are {k.dtype}'}")
+        if not fp8:
+            continue
+        shapes = [(kv_heads,)] + [(k.shape[0], kv_heads)] * ("block_table" in arrays)
+        shape = arrays[name].shape
+        if shape not in shapes:
+            raise ValueError(f"{name} has shape {shape}; expected {' or '.join(map(str, shapes))}")
+        if shape != arrays["k_scale"].shape:
+            raise ValueError(f"{name} has shape {shape}, k_scale has {arrays['k_scale'].shape}")
 
 
 def _contiguous(array: View) -> tuple[int, ...]:
@@ -304,7 +321,7 @@ def _swapped(array: View) -> View:
 # What a call asks of a config beside its target, in the order of choose_config's arguments.
 ASKED = (
     *("q's head dim", "q's dtype", "k's dtype", "out's dtype", "causal", "window", "softcap", "sinks"),
-    *("block_table (page size)", "seqused_k", "cu_seqlens_q", "page_places"),
+    *("block_table (page size)", "seqused_k", "cu_seqlens_q", "page_places", "k_scale (of pages)"),
 )
 
 
@@ -313,7 +330,7 @@ def _has(config: Config) -> tuple[Any, ...]:
     return (
         *(config.ov_depth, config.dtype, config.kv_dtype or config.dtype, config.out_dtype, config.mask == "causal"),
         *(config.window, config.softcap, config.sinks, config.page_size, config.key_lengths, config.ragged_queries),
-        config.page_list,
+        *(config.page_list, config.kv_scale == "page"),
     )
 
 
@@ -389,6 +406,7 @@ def plan_launch(
     asked = (
         *(q.shape[-1], q.dtype, k.dtype, arrays["out"].dtype, options.causal, options.window, options.softcap, "sinks" in arrays),
         *(None if table is None else k.shape[1], "seqused_k" in arrays, "cu_seqlens_q" in arrays, "page_places" in arrays),
+        "k_scale" in arrays and len(arrays["k_scale"].shape) == 2,
     )
     if config is None:
         config = (kernels or Generated()).choose(asked, options.split_size is not None, arch)
@@ -644,7 +662,8 @@ class Attention:
         cu_seqlens_q: [batch + 1] int32, first query of each sequence and the end; max_seqlen_q: the most queries of a sequence.
         causal: query i of n sees keys <= keys - n + i. window: and only the last `window` of them. softcap: s = softcap tanh(s / softcap).
         sinks: [q_heads] float32, a logit of each head that takes part in the softmax without a value. scale: default 1 / sqrt(d).
-        k_scale, v_scale: [kv_heads] float32.
+        k_scale, v_scale: factors of K and V, [kv_heads] float32, or with block_table [pages, kv_heads], then those of V positive. Q and P
+        are multiplied as float16 where K and V are float8_e4m3fn: a q beyond 65,504 becomes infinite.
         num_splits: partitions of the keys that CTAs share out. split_size: keys of a partition instead, a multiple of the key tile, which
         makes a sequence's result the same bits in any batch. Neither: as many as are expected to finish first.
         out: written instead of a new array (needed where the framework is not torch); its dtype may be bfloat16, float16 or float32. A pair

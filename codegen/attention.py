@@ -13,8 +13,8 @@ import numpy as np
 from .backends import Launch
 from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
-from .geometry import F32_BYTES, OPERAND_BYTES, Geometry, derive, entry_configs, symbol
-from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
+from .geometry import F32_BYTES, FP8_BYTES, OPERAND_BYTES, SUB_TILE_DEPTH, Geometry, derive, entry_configs, symbol
+from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Fp8Geometry, Sm90Geometry, Sm90KeySplitGeometry
 from .memory_names import attention_regions
 from .units import DTYPES
 
@@ -26,7 +26,9 @@ TMA_STRIDE_BYTES = 16
 MAX_LISTED_KEYS = 1 << 30  # of a sequence whose pages are listed, so that places of keys and their sums are integers of the kernel
 # What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
 # what a CTA reads of other partitions in a merge, what a wave and a merge (in one CTA, in a cluster, of several clusters) cost beside that.
-CTA_BYTES_PER_US = 150e3
+CTA_BYTES_PER_US = 150_000
+FP8_TILE_US = 0.19
+FP8_BYTES_PER_US = 94e3
 CHIP_BYTES_PER_US = 4.4e6
 MERGE_BYTES_PER_US = 110e3
 WAVE_US = 0.5
@@ -138,12 +140,24 @@ def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
     return geo.max_cluster if pays else 1
 
 
+def tile_bytes(geo: Geometry) -> int:
+    """Bytes of K and V in a key tile."""
+    return 2 * geo.block_keys * geo.depth * (FP8_BYTES if isinstance(geo, Sm90Fp8Geometry) else OPERAND_BYTES)
+
+
+def cta_bytes_per_us(geo: Geometry) -> int:
+    """What a CTA reads alone. With 8-bit K and V it is its arithmetic that says, with a part for each key tile and one for its bytes."""
+    if not isinstance(geo, Sm90Fp8Geometry):
+        return CTA_BYTES_PER_US
+    return int(tile_bytes(geo) / (FP8_TILE_US + tile_bytes(geo) / FP8_BYTES_PER_US))
+
+
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
     """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles.
 
     The exported launcher has this in C (templates/export/attention.c.j2), of the same operations in the same order.
     """
-    tile_bytes = 2 * geo.block_keys * geo.depth * OPERAND_BYTES
+    bytes_of_tile, cta_rate = tile_bytes(geo), cta_bytes_per_us(geo)
     partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
     best = Split(key_tiles, 1)
     best_us = math.inf
@@ -155,9 +169,9 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
         clusters = -(-partitions // cluster)
         waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
         # Few CTAs are limited by what each can read, many by what the memory gives.
-        alone, together = 1 / (grid * CTA_BYTES_PER_US), 1 / CHIP_BYTES_PER_US
+        alone, together = 1 / (grid * cta_rate), 1 / CHIP_BYTES_PER_US
         bytes_per_us = 1 / math.sqrt(alone * alone + together * together)
-        us = waves * (grid * tiles * tile_bytes / bytes_per_us + WAVE_US)
+        us = waves * (grid * tiles * bytes_of_tile / bytes_per_us + WAVE_US)
         if cluster > 1:
             us += CLUSTER_US + partial_bytes / MERGE_BYTES_PER_US
             if clusters > 1:
@@ -205,6 +219,7 @@ def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
     export.ARGUMENT_VALUES says where the exported launcher takes each from.
     """
     features = set(config.features())
+    scaled = "[pages][kv_heads]" if config.kv_scale == "page" else "[kv_heads]"
     arguments = [
         ("paged", "block_table", "const int*", f"[batch][table_pages]: pages of {config.page_size} keys; none past the end is read"),
         ("paged", "table_pages", "unsigned", "pages that the table has room for in each sequence"),
@@ -213,8 +228,8 @@ def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
         ("ragged_queries", "query_starts", "const int*", "[batch + 1], rising: first row of each sequence in Q and O, and their end"),
         ("ragged_queries", "total_q", "unsigned", "rows of Q, O and LSE; no query_starts counts beyond it"),
         ("sinks", "sinks", "const float*", "[kv_heads * group]: a logit of each query head, natural logarithm"),
-        ("kv_dtype", "k_scale", "const float*", "[kv_heads]: factor of K"),
-        ("kv_dtype", "v_scale", "const float*", "[kv_heads]: factor of V"),
+        ("kv_dtype", "k_scale", "const float*", f"{scaled}: factor of K"),
+        ("kv_dtype", "v_scale", "const float*", f"{scaled}: factor of V{', positive' if config.kv_scale == 'page' else ''}"),
     ]
     return [(name, kind, meaning) for feature, name, kind, meaning in arguments if feature in features]
 
@@ -233,10 +248,12 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     swizzle = f"{SWIZZLE_BYTES}-byte swizzle, zero fill"
     out_swizzle = "no swizzle" if isinstance(geo, Sm90KeySplitGeometry) else swizzle
     query = f"[batch][kv_heads][q_len][group][{geo.depth}], box 1 x 1 x positions x heads x"
-    key = f"[batch][kv_heads][{geo.depth // 64}][keys][64], box 1 x 1 x {geo.slot_chunks} x {geo.block_keys} x 64"
+    columns = geo.row_bytes if isinstance(geo, Sm90Fp8Geometry) else SUB_TILE_DEPTH
+    key = f"[batch][kv_heads][{geo.depth // columns}][keys][{columns}], box 1 x 1 x {geo.slot_chunks} x {geo.block_keys} x {columns}"
+    key_swizzle = swizzle.replace(str(SWIZZLE_BYTES), str(geo.row_bytes)) if isinstance(geo, Sm90Fp8Geometry) else swizzle
     arguments = [
         ("q_map", "CUtensorMap", f"Q {config.dtype} {query} 64, {swizzle}"),
-        ("k_map", "CUtensorMap", f"K {config.dtype} {key}, {swizzle}"),
+        ("k_map", "CUtensorMap", f"K {config.kv_dtype or config.dtype} {key}, {key_swizzle}"),
         ("v_map", "CUtensorMap", "V, as k_map"),
         ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
@@ -294,8 +311,8 @@ def attention_launch(
     """The launch that fills `out` and `lse`.
 
     q: [batch, q_len, q_heads, depth], C-contiguous; k, v: [batch, keys, kv_heads, depth], the depth contiguous, other strides multiples
-    of 16 bytes, all in the config's dtype; q_heads is a multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len]
-    float32, natural logarithm.
+    of 16 bytes, all in the config's dtype, k and v in its kv_dtype if it has one; q_heads is a multiple of kv_heads. out: as q, in
+    out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
     The rest goes with the config's features, each array C-contiguous int32 or float32 and given exactly where its feature is on:
     block_table: [batch, table_pages]; k, v are then pages, [pages, page_size, kv_heads, depth] in any order of strides (paged).
     max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged), or 2^30 (page_list).
@@ -303,7 +320,8 @@ def attention_launch(
     lies outside 0 to `keys` counts as the nearer of the two (key_lengths).
     query_starts: [batch + 1]; q and out are then [total_q, q_heads, depth], lse is [q_heads, total_q], and max_q_len the most queries of a
     sequence (ragged_queries): rows beyond that, and those of no sequence, are left as they are, and a start that falls or lies outside
-    counts as the nearest that does not. sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: [kv_heads] (kv_dtype).
+    counts as the nearest that does not. sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: factors of K
+    and V, [kv_heads], or with kv_scale page [pages, kv_heads], those of V positive then (kv_dtype).
     scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
     on sm_90a the grid is no larger, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
@@ -455,14 +473,15 @@ def check_features(
     lse_shape = (batch, q_heads, q_len) if starts is None else (q_heads, q.shape[0])
     if lse.shape != lse_shape or lse.dtype != np.float32 or not lse.flags.c_contiguous:
         raise ValueError(f"lse is {lse.dtype} {lse.shape}; expected contiguous float32 {lse_shape}")
+    scaled = (k.shape[0], kv_heads) if config.kv_scale == "page" else (kv_heads,)
     shapes: dict[str, tuple[tuple[int, ...], type]] = {
         "block_table": ((batch, table.shape[-1] if table is not None else 0), np.int32),
         "page_places": ((batch, table.shape[-1] if table is not None else 0), np.int32),
         "key_lengths": ((batch,), np.int32),
         "query_starts": ((batch + 1,), np.int32),
         "sinks": ((q_heads,), np.float32),
-        "k_scale": ((kv_heads,), np.float32),
-        "v_scale": ((kv_heads,), np.float32),
+        "k_scale": (scaled, np.float32),
+        "v_scale": (scaled, np.float32),
     }
     for name, array in given.items():
         if array is None:
@@ -531,10 +550,10 @@ def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swi
 def key_map(array: np.ndarray, chunks: int, keys: int) -> TensorMap:
     """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]; a copy brings `keys` rows of swizzled chunks.
 
-    Pages take the place of sequences.
+    Chunks of 8-bit elements have up to 128 columns. Pages take the place of sequences.
     """
     batch, extent, kv_heads, depth = array.shape
-    columns = SWIZZLE_BYTES // array.itemsize
+    columns = min(SWIZZLE_BYTES // array.itemsize, depth)
     base, offset = _memory(array)
     shape = (batch, kv_heads, depth // columns, extent, columns)
     per_batch, per_key, per_head, per_column = array.strides
@@ -545,7 +564,7 @@ def key_map(array: np.ndarray, chunks: int, keys: int) -> TensorMap:
         shape=shape,
         # numpy leaves the stride of an axis of one element open; a copy never steps along it.
         strides=tuple(TMA_STRIDE_BYTES if count == 1 else step for step, count in zip(strides, shape[:-1], strict=True)),
-        swizzle=SWIZZLE_BYTES,
+        swizzle=columns * array.itemsize,
         # The base may be of bytes.
         dtype=array.dtype,
         offset_bytes=offset,

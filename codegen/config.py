@@ -60,6 +60,7 @@ RULES: dict[str, str] = {
     "page-list-lengths": "a list of pages does not say where its sequence ends: it needs key_lengths",
     "window-causal": "a window ends at the query's own position: it needs mask causal",
     "softcap": "softcap is a positive, finite number",
+    "kv-scale": "scales of pages go with kv_dtype and kv_layout paged",
     "feature-target": "a feature is generated for the targets that have it",
     "block-keys": "block_keys (BN) is the N of a .ws MMA: 64, 128 or 256",
     "tmem-columns": "S and O of all softmax warpgroups fit 512 TMEM columns",
@@ -223,7 +224,10 @@ class Config(BaseModel):
         False, description="paged: the block table lists chosen pages, whose places in the sequence are given beside it"
     )
     kv_dtype: Literal["float8_e4m3fn"] | None = Field(
-        None, description="type of K and V where it is not dtype; with a scale for each KV head"
+        None, description="type of K and V where it is not dtype; scales restore them, and they, Q and P are multiplied as float16"
+    )
+    kv_scale: Literal["head", "page"] = Field(
+        "head", description="with kv_dtype: what has a scale of K and one of V, each KV head, or each page of each KV head"
     )
     split: str | None = Field(
         None,
@@ -278,6 +282,8 @@ class Config(BaseModel):
         legal = self.window is None or self.window <= MAX_WINDOW
         require(legal, "window-causal", "window", self.window, f"give at most {MAX_WINDOW:,}")
         require(cap is None or (math.isfinite(cap) and cap > 0), "softcap", "softcap", cap, "use a number such as 50.0, or leave it out")
+        legal = self.kv_scale == "head" or (paged and self.kv_dtype is not None)
+        require(legal, "kv-scale", "kv_scale", self.kv_scale, "set both, or leave kv_scale out")
         remedy = "give a group in that range, or leave it out for a launch argument"
         require(self.group is None or 1 <= self.group <= MAX_GROUP, "group", "group", self.group, remedy)
 

@@ -25,7 +25,7 @@ from .compiler import Module, compile_all
 from .config import Config, fixed_keys
 from .emulator import TensorMap
 from .exported import MANIFEST, SCHEMA_VERSION, cubin_name, entry_facts
-from .geometry import OPERAND_BYTES, derive, entry_configs
+from .geometry import derive, entry_configs
 from .geometry_sm90 import MAX_PARTITIONS
 from .render import has_attention, render, render_text
 
@@ -90,14 +90,15 @@ def _entry(config: Config, arch: str) -> dict[str, Any]:
     q_shape = (batch, 1, kv_heads * group, geo.depth) if not ragged else (batch, kv_heads * group, geo.depth)
     lse_shape = (batch, kv_heads * group, 1) if not ragged else (kv_heads * group, batch)
     k_shape = (batch, page or geo.block_keys, kv_heads, geo.depth)
+    scaled = (batch, kv_heads) if config.kv_scale == "page" else (kv_heads,)
     shapes = {
         "block_table": (batch, 1),
         "page_places": (batch, 1),
         "key_lengths": (batch,),
         "query_starts": (batch + 1,),
         "sinks": (kv_heads * group,),
-        "k_scale": (kv_heads,),
-        "v_scale": (kv_heads,),
+        "k_scale": scaled,
+        "v_scale": scaled,
     }
     wanted = {name: kind for name, kind, _ in feature_arguments(config) if kind.endswith("*")}
     extras: dict[str, Any] = {name: _stand_in(shapes[name], "float32" if "float" in kind else "int32") for name, kind in wanted.items()}
@@ -129,6 +130,7 @@ def _entry(config: Config, arch: str) -> dict[str, Any]:
         "numbers": [
             *(geo.tile_rows, launch.block[0], launch.smem_bytes, geo.block_keys),
             *(partial_floats, lse_floats, getattr(geo, "max_cluster", 1), geo.warpgroups),
+            *(attention.tile_bytes(geo), attention.cta_bytes_per_us(geo)),
         ],
         "maps": [_map_facts(name, given[name]) for name in MAPS],
         "arguments": names,
@@ -145,7 +147,8 @@ def _summary(config: Config) -> str:
         "KEY LENGTHS": config.key_lengths,
         "RAGGED": config.ragged_queries,
         "SINKS": config.sinks,
-        "FP8": config.kv_dtype is not None,
+        "FP8": config.kv_dtype is not None and config.kv_scale == "head",
+        "FP8 with scales of pages": config.kv_scale == "page",
         f"{config.group} query heads a KV head": config.group is not None,
         f"split {config.split}": config.split is not None,
         "rescale exact": config.rescale == "exact",
@@ -221,12 +224,10 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
         "argument_values": ARGUMENT_VALUES,
         "extra_arrays": EXTRA_ARRAYS,
         "tma_stride_bytes": attention.TMA_STRIDE_BYTES,
-        "operand_bytes": OPERAND_BYTES,
         "max_partitions": MAX_PARTITIONS,
         "max_listed_keys": attention.MAX_LISTED_KEYS,
         "clusters_min_partitions": attention.CLUSTERS_MIN_PARTITIONS,
         "clusters_min_bytes": attention.CLUSTERS_MIN_BYTES,
-        "cta_bytes_per_us": attention.CTA_BYTES_PER_US,
         "chip_bytes_per_us": attention.CHIP_BYTES_PER_US,
         "merge_bytes_per_us": attention.MERGE_BYTES_PER_US,
         "wave_us": attention.WAVE_US,
@@ -249,6 +250,7 @@ def _example(config: Config) -> dict[str, Any]:
         "ragged": config.ragged_queries,
         "sinks": config.sinks,
         "fp8": config.kv_dtype is not None,
+        "page_scales": config.kv_scale == "page",
         "group": config.group or 4,
         "softcap": config.softcap or 0,
     }

@@ -14,6 +14,7 @@ from .config import ARCHES, RULES, WARPGROUP_THREADS, Config, ConfigError, fixed
 
 F32_BYTES = 4
 OPERAND_BYTES = 2  # bf16 and f16: Q, K, V, P
+FP8_BYTES = 1  # K and V with kv_dtype
 MBARRIER_BYTES = 8
 SMEM_LIMIT_BYTES = 232_448  # 228 KiB of an SM less the 1 KiB the system keeps for the CTA; the same on sm_90 and sm_100
 SUB_TILE_DEPTH = 64  # depth of one K sub-tile: 128 bytes, one swizzle atom
@@ -237,7 +238,7 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
     if config.softcap is not None:
         parts.append("cap" + f"{config.softcap:g}".replace(".", "p").replace("-", "m").replace("+", ""))
     if config.kv_dtype is not None:
-        parts.append("kv8")
+        parts.append("kv8" if config.kv_scale == "head" else "kv8page")
     given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
     parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]
     parts.append(arch.replace("_", ""))

@@ -6,18 +6,34 @@ O^T[depth x rows] += V^T . P^T. Key-split: one warp (m_pack 4) or two (m_pack 2)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from .config import WARPGROUP_THREADS, Config, register_rules, require, require_features
-from .geometry import F32_BYTES, MBARRIER_BYTES, OPERAND_BYTES, SMEM_LIMIT_BYTES, WGMMA_TILE_ROWS, Geometry, Region, common, place
+from .config import PAGE_SIZES, WARPGROUP_THREADS, Config, register_rules, require, require_features
+from .geometry import (
+    F32_BYTES,
+    FP8_BYTES,
+    MBARRIER_BYTES,
+    OPERAND_BYTES,
+    SMEM_LIMIT_BYTES,
+    WGMMA_TILE_ROWS,
+    Geometry,
+    Region,
+    common,
+    place,
+)
 
 # What the shared-key kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "exact"})
+FEATURES: frozenset[str] = frozenset(
+    {"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "kv_dtype", "exact"}
+)
 MMA_M = 64
 MMA_K = 16
+COPY_ALIGNMENT = 128  # of a copy's place in shared memory, in bytes
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary
 DESCRIPTOR_UNIT_BYTES = 16
 SLOT_DEPTH = 128  # depth columns of a ring slot: two swizzled sub-tiles, one copy
+FP8_SLOT_DEPTH = 256  # of a slot of 8-bit K or V: as many bytes, two sub-tiles again
+MIN_SLOT_BYTES = 8_192  # a slot also takes an O block of a partition that is merged, 32 rows of 64 float32
 WARP_THREADS = 32
 REGISTERS_PER_SM = 65_536
 MAX_REGISTERS = 255
@@ -28,12 +44,14 @@ MAX_PARTITIONS = 64
 MAX_CLUSTER = 4  # more would merge in fewer steps, but leave more SMs of a GPC without work
 KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
+TWO_BATCHES_O_ELEMENTS = 8_192  # of O, 64 registers a thread: they leave room for a second batch of K or V
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 
 register_rules(
     {
         "wgmma-key-tile": "on sm_90a a key tile is 64 keys, the M of wgmma",
         "wgmma-tile-rows": "on sm_90a tile_rows is the N of wgmma in the full kernel: 8, 16 or 32",
+        "fp8-page-rows": "on sm_90a a page's rows of K begin at a multiple of 128 bytes in shared memory",
         "ring-per-warpgroup": "on sm_90a every warpgroup has a ring of its own: ring_slots is a multiple of warpgroups",
         "ring-per-part": "on sm_90a every part of a key-split warpgroup has a ring of its own: ring_slots is a multiple of m_pack",
         "key-split-warpgroups": "on sm_90a a key-split kernel has one consumer warpgroup: the O of a second one leaves no room for a ring",
@@ -132,6 +150,23 @@ class Sm90Geometry(Geometry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sm90Fp8Geometry(Sm90Geometry):
+    """What K and V of 8 bits add. What Sm90Geometry says of descriptors of K and V does not apply: both reach the MMA through registers.
+
+    row_bytes: a key's row of a chunk, as many depth columns: the width of the swizzle
+    copy_bytes: what the copies of a slot bring; a slot may be larger
+    chunk_batches: batches of 64 columns in a chunk, four wgmma each; batches: of a K or V tile
+    a_buffers: batches in registers: two, one read and converted while the other is multiplied, where O leaves the registers for it
+    """
+
+    row_bytes: int
+    copy_bytes: int
+    chunk_batches: int
+    batches: int
+    a_buffers: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sm90KeySplitGeometry(Sm90Geometry):
     """What key-split adds. What Sm90Geometry says of P tiles, wgmma accumulators and pieces of O does not apply and is 0.
 
@@ -171,20 +206,25 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     if not config.shared_key:
         return _derive_key_split(config)
     shape = common(config)
-    # One keeps up with the memory at every tile size, and then a second one only adds a merge.
-    shape["warpgroups"] = config.warpgroups or 1
+    # One keeps up with the memory at every tile size, and then a second one only adds a merge. With half the bytes to wait for it does not.
+    shape["warpgroups"] = config.warpgroups or (1 if config.kv_dtype is None else 2)
     depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
     has_kernel = config.m_pack == 4
+    fp8 = config.kv_dtype is not None
     tile_rows = shape["tile_rows"]
     remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
     require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
     require(not has_kernel or tile_rows in WGMMA_TILE_ROWS, "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
 
-    slot_depth = min(depth, SLOT_DEPTH)
-    slot_chunks = slot_depth * OPERAND_BYTES // SWIZZLE_BYTES
-    chunk_bytes = MMA_M * SWIZZLE_BYTES
-    slot_bytes = slot_chunks * chunk_bytes
+    kv_bytes = FP8_BYTES if fp8 else OPERAND_BYTES
+    slot_depth = min(depth, FP8_SLOT_DEPTH if fp8 else SLOT_DEPTH)
+    row_bytes = min(SWIZZLE_BYTES, depth * kv_bytes)
+    slot_chunks = slot_depth * kv_bytes // row_bytes
+    chunk_bytes = MMA_M * row_bytes
+    slot_bytes = max(slot_chunks * chunk_bytes, MIN_SLOT_BYTES)
     box_keys = min(config.page_size or MMA_M, MMA_M)
+    remedy = f"use one of {', '.join(str(page) for page in PAGE_SIZES if page * row_bytes >= COPY_ALIGNMENT)}"
+    require(box_keys * row_bytes >= COPY_ALIGNMENT, "fp8-page-rows", "page_size", config.page_size, remedy)
     small_pages = box_keys < MMA_M
 
     lane_rows = tile_rows // 4
@@ -252,7 +292,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     max_cluster = min(MAX_CLUSTER, depth // MMA_M) if stages_o else 1
     piece_blocks = max(1, min(slot_bytes // (block_floats * F32_BYTES), kept_blocks))
 
-    return Sm90Geometry(
+    derived = Sm90Geometry(
         arch="sm_90a",
         **shape,
         block_keys=MMA_M,
@@ -300,6 +340,17 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         piece_blocks=piece_blocks,
         piece_bytes=piece_blocks * block_floats * F32_BYTES,
         smem_map=smem_map,
+    )
+    if not fp8:
+        return derived
+    shared = {field.name: getattr(derived, field.name) for field in fields(derived)}
+    return Sm90Fp8Geometry(
+        **shared,
+        row_bytes=row_bytes,
+        copy_bytes=slot_chunks * chunk_bytes,
+        chunk_batches=row_bytes // MMA_M,
+        batches=depth // MMA_M,
+        a_buffers=2 if tile_rows * depth <= TWO_BATCHES_O_ELEMENTS else 1,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from .config import WARPGROUP_THREADS, Config
 from .geometry import F32_BYTES, MBARRIER_BYTES, SUB_TILE_DEPTH, Geometry, Region, place
-from .geometry_sm90 import WARP_THREADS, Sm90Geometry, Sm90KeySplitGeometry
+from .geometry_sm90 import WARP_THREADS, Sm90Fp8Geometry, Sm90Geometry, Sm90KeySplitGeometry
 from .geometry_sm100 import Sm100Geometry
 
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a warpgroup
@@ -273,14 +273,14 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
                 f"full[{slot}]",
                 at("mbar_full", slot),
                 announce,
-                geo.slot_bytes,
+                geo.copy_bytes if isinstance(geo, Sm90Fp8Geometry) else geo.slot_bytes,
                 (consumer,),
                 "use of the slot",
                 "the slot's copy has landed",
             )
         )
         release: tuple[Arrival, ...] = (Arrival(consumer, readers, "arrive"),)
-        means = "the warps' MMAs have read the slot"
+        means = "the warps have read the slot" if isinstance(geo, Sm90Fp8Geometry) else "the warps' MMAs have read the slot"
         result.append(Mbarrier(f"empty[{slot}]", at("mbar_empty", slot), release, 0, (producer,), "use of the slot", means))
     for buffer in range(geo.q_buffers):
         announce = (Arrival("load Q", 1, "expect_tx"),)
@@ -387,6 +387,11 @@ def _walk_sm100(geo: Sm100Geometry, tiles: int) -> list[RingUse]:
     return result
 
 
+def _slot_columns(geo: Sm90Geometry) -> int:
+    """Depth columns of a ring slot."""
+    return geo.slot_chunks * (geo.row_bytes if isinstance(geo, Sm90Fp8Geometry) else SUB_TILE_DEPTH)
+
+
 def _walk_sm90(geo: Sm90Geometry, tiles: int) -> list[RingUse]:
     result: list[RingUse] = []
     key_split = isinstance(geo, Sm90KeySplitGeometry)
@@ -396,10 +401,13 @@ def _walk_sm90(geo: Sm90Geometry, tiles: int) -> list[RingUse]:
             for part in range(2 * geo.tile_slots):
                 round_, slot = divmod(position, geo.slots_per_ring)
                 sub_tile = part % geo.tile_slots
-                depth = sub_tile * geo.slot_chunks * SUB_TILE_DEPTH
+                depth = sub_tile * _slot_columns(geo)
                 is_k = part < geo.tile_slots
                 product = "S" if is_k else "P.V"
-                released = f"{product} of tile {tile}" + ("" if key_split else ", once the next slot's MMAs are issued or all are done")
+                when = "" if key_split else ", once the next slot's MMAs are issued or all are done"
+                if isinstance(geo, Sm90Fp8Geometry):
+                    when = ", once the warps have its bytes in registers"
+                released = f"{product} of tile {tile}{when}"
                 result.append(
                     RingUse(
                         ring,
@@ -507,7 +515,7 @@ def _smem_sm100(geo: Sm100Geometry) -> dict[str, tuple[str, str, str, str]]:
 
 def _smem_sm90(geo: Sm90Geometry, config: Config) -> dict[str, tuple[str, str, str, str]]:
     rows, depth = geo.tile_rows, geo.depth
-    columns = geo.slot_chunks * SUB_TILE_DEPTH
+    columns = _slot_columns(geo)
     staged = " O tile over it at the end" if geo.out_region == "q" else ""
     until = "the item's last S" + (f";{staged}" if staged else "")
     merge = "level 2" + ("; O tile over it at the end" if geo.out_region == "merge_o" else "")

@@ -121,7 +121,8 @@ def attention(
     key_lengths: [batch], the keys of each sequence. block_table: [batch, table_pages]; k, v are then [pages, page, kv_heads, d].
     page_places: as block_table, ascending: the place in its sequence of each listed page; key_lengths still counts the whole sequence.
     A listed page that begins at or past the sequence's end ends the list.
-    query_starts: [batch + 1]; q is then [total_q, q_heads, d]. k_scale, v_scale: [kv_heads], factors of K and V.
+    query_starts: [batch + 1]; q is then [total_q, q_heads, d]. k_scale, v_scale: factors of K and V, [kv_heads], or [pages, kv_heads] with
+    block_table.
     Returns out, of q's shape, and LSE [batch, q_heads, q_len] (natural logarithm), with query_starts [q_heads, total_q].
     """
     q_heads = q.shape[-2]
@@ -135,7 +136,7 @@ def attention(
         rows = slice(int(query_starts[b]), int(query_starts[b + 1])) if query_starts is not None else slice(None)
         own_q, own_out = (q[rows], out[rows]) if ragged else (q[b], out[b])
         own_lse = lse[:, rows] if ragged else lse[b]
-        own_k, own_v, places, keys = _keys_of(b, k, v, key_lengths, block_table, page_places)
+        own_k, own_v, places, keys, pages = _keys_of(b, k, v, key_lengths, block_table, page_places)
         if not len(own_q):
             continue
         positions = np.arange(len(own_q))[:, None] + keys - len(own_q)
@@ -146,8 +147,7 @@ def attention(
             visible &= places[None, :] > positions - window
         for head in range(q_heads):
             kv = head // group
-            k_factor = 1.0 if k_scale is None else float(k_scale[kv])
-            v_factor = 1.0 if v_scale is None else float(v_scale[kv])
+            k_factor, v_factor = (_factor(factors, kv, pages) for factors in (k_scale, v_scale))
             scores = (own_q[:, head].astype(np.float64) @ own_k[:, kv].astype(np.float64).T) * (scale * k_factor)
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
@@ -160,10 +160,18 @@ def attention(
             seen = row_sum[:, 0] > 0
             # What a masked key holds is no part of the result, even where it is not a number.
             values = np.where(np.asarray(visible.any(axis=0))[:, None], own_v[:, kv].astype(np.float64), 0.0)
-            own_out[:, head] = np.where(seen[:, None], (p @ values) * v_factor / np.where(row_sum > 0, row_sum, 1.0), 0.0)
+            values *= np.reshape(v_factor, (-1, 1))
+            own_out[:, head] = np.where(seen[:, None], (p @ values) / np.where(row_sum > 0, row_sum, 1.0), 0.0)
             with np.errstate(divide="ignore"):
                 own_lse[head] = np.where(seen, zero[:, 0] + np.log(row_sum[:, 0]), -np.inf)
     return out, lse
+
+
+def _factor(factors: np.ndarray | None, kv_head: int, pages: np.ndarray) -> F64:
+    """A factor for each key, or one for all."""
+    if factors is None:
+        return np.ones(1)
+    return np.asarray(factors[pages, kv_head] if factors.ndim == 2 else factors[kv_head : kv_head + 1], np.float64)
 
 
 def _keys_of(
@@ -173,11 +181,11 @@ def _keys_of(
     key_lengths: np.ndarray | None,
     block_table: np.ndarray | None,
     page_places: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """K and V of a sequence, [keys, kv_heads, d], the place of each key in the sequence, and the sequence's length."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
+    """K and V of a sequence, [keys, kv_heads, d], the place of each key in the sequence, the sequence's length, the page of each key."""
     if block_table is None:
         keys = k.shape[1] if key_lengths is None else int(key_lengths[b])
-        return k[b, :keys], v[b, :keys], np.arange(keys), keys
+        return k[b, :keys], v[b, :keys], np.arange(keys), keys, np.full(keys, b)
     page = k.shape[1]
     keys = block_table.shape[1] * page if key_lengths is None else int(key_lengths[b])
     listed = np.arange(block_table.shape[1]) if page_places is None else page_places[b].astype(np.int64)
@@ -187,4 +195,4 @@ def _keys_of(
     places = (starts[live][:, None] + np.arange(page)).reshape(-1)
     inside = places < keys
     own_k, own_v = (array[pages].reshape(-1, *array.shape[2:])[inside] for array in (k, v))
-    return own_k, own_v, places[inside], keys
+    return own_k, own_v, places[inside], keys, np.repeat(pages, page)[inside]

@@ -162,7 +162,7 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
         # The entries of attention.cu, which differ in the rows of their tiles.
         "tiles": [{"geo": derive(entry, arch), "symbol": symbol(entry, arch)} for entry in entry_configs(config, arch)],
         # Without FMA scores are scaled before their maxima are taken: softcap needs them so.
-        "use_fma": config.use_fma and config.softcap is None,
+        "use_fma": config.use_fma and config.softcap is None and config.kv_scale == "head",
         "out_ctype": OUT_CTYPES[config.out_dtype],
         "use": use,
         "banner": lambda title: _banner(config, arch, template, title),

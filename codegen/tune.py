@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from . import compiler, render
-from .bench.cells import Cell, choose_cells
+from .bench.cells import Cell, choose_cells, with_kv_dtypes
 from .bench.command import with_kernel
 from .bench.report import FLUSHES, OUT_BOUND, Flush, Times
 from .config import Config, ConfigError, load_config, parse_config, shipped_configs
@@ -280,7 +280,7 @@ def run(options: TuneOptions, console: Console, errors: Console) -> int:
     config = load_config(path)
     fields = tuned_fields(options.fields)
     cells = choose_cells(options.cells, options.cells_ref, [config.ov_depth])
-    cells = [cell for cell in cells if config.group in (None, cell.group)]
+    cells = with_kv_dtypes([cell for cell in cells if config.group in (None, cell.group)], [config])
     if not cells:
         raise TuneError(f"no cell has the group of {config.name}, {config.group}")
     from .bench.measure import Gpu

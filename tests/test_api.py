@@ -20,6 +20,7 @@ from fa4gen.codegen.backends import Compiled
 from fa4gen.codegen.geometry import derive
 
 BF16 = ml_dtypes.bfloat16
+E4M3 = ml_dtypes.float8_e4m3fn
 OUT_BOUND = 4e-3
 
 
@@ -46,6 +47,17 @@ def test_numpy_arrays_run_on_the_emulator(options: dict[str, Any], dtype: Any) -
     close(out, lse, reference.attention(q, k, v, scale=options.get("scale", 64**-0.5), causal=options.get("causal", False)))
 
 
+@pytest.mark.parametrize("pages", [False, True])
+def test_keys_and_values_may_have_eight_bits(pages: bool) -> None:
+    q, k, v = problem(kv_heads=2, keys=64)
+    arrays: dict[str, Any] = {"k": k.astype(E4M3), "v": v.astype(E4M3)}
+    rng = np.random.default_rng(5)
+    scales = {name: rng.uniform(0.5, 2, (2, 2) if pages else 2).astype(np.float32) for name in ("k_scale", "v_scale")}
+    table = {"block_table": np.array([[1], [0]], np.int32)} if pages else {}
+    out, lse = fa4gen.attention(q, **arrays, **scales, **table, return_lse=True)
+    close(out, lse, reference.attention(q, **arrays, **scales, **table, scale=64**-0.5, causal=False))
+
+
 def test_a_shipped_config_decides_the_output_type() -> None:
     q, k, v = problem(depth=128, keys=64)
     out = np.empty(q.shape, BF16)
@@ -62,6 +74,18 @@ def fa4gen_mask(name: str) -> bool:
 def replaced(name: str, change: Any) -> Any:
     def make(arrays: dict[str, Any]) -> None:
         arrays[name] = change(arrays[name])
+
+    return make
+
+
+def eight_bits(**given: Any) -> Any:
+    """K and V in 8 bits, with scales but for what is `given`; None leaves an argument out."""
+
+    def make(arrays: dict[str, Any]) -> None:
+        scales = {name: np.ones(2, np.float32) for name in ("k_scale", "v_scale")}
+        arrays |= {name: arrays[name].astype(E4M3) for name in ("k", "v")} | scales | given
+        for name in [name for name, value in given.items() if value is None]:
+            del arrays[name]
 
     return make
 
@@ -88,6 +112,14 @@ def replaced(name: str, change: Any) -> Any:
         ("max_seqlen_q", lambda a: a.update(max_seqlen_q=1), ValueError),
         ("sinks", lambda a: a.update(sinks=np.zeros(3, np.float32)), ValueError),
         ("k_scale", lambda a: a.update(k_scale=np.ones(2, np.float32)), ValueError),
+        ("k_scale", eight_bits(k_scale=None), ValueError),
+        ("v_scale", eight_bits(v_scale=None), ValueError),
+        ("k_scale", eight_bits(k_scale=np.ones(4, np.float32)), ValueError),
+        ("k_scale", eight_bits(k_scale=np.ones((2, 2), np.float32), v_scale=np.ones((2, 2), np.float32)), ValueError),
+        ("v_scale", eight_bits(v_scale=np.ones(2)), TypeError),
+        ("v_scale", eight_bits(block_table=np.zeros((2, 1), np.int32), v_scale=np.ones((2, 2), np.float32)), ValueError),
+        ("k's dtype", eight_bits(config="d64"), ValueError),
+        ("v", replaced("k", lambda a: a.astype(E4M3)), TypeError),
         ("window", lambda a: a.update(window=5), ValueError),
         ("num_splits", lambda a: a.update(num_splits=0), ValueError),
         ("num_splits", lambda a: a.update(num_splits=2, split_size=64), ValueError),
@@ -264,7 +296,7 @@ def test_launches_reach_the_driver_as_planned(tmp_path: Any, monkeypatch: pytest
     fake.install(monkeypatch)
     q, k, v = problem(2, 3, 1000, 4, 2, dtype=np.float16)
     out = np.zeros_like(q)
-    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, *[False] * 5), "sm_90a")
     fake.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
 
     def call(**options: Any) -> Seen:
@@ -385,7 +417,7 @@ def test_a_call_of_before_is_launched_as_if_it_were_new(stub: FakeDriver) -> Non
             arrays["out"] = Stub.Tensor(rng.choice([1, 2]) << 41, (2, 1, heads, 64), rng.choice(["float16", "float32"]))
         out_dtype = arrays["out"].dtype.removeprefix("torch.") if "out" in arrays else "float16"
         config = api.choose_config(
-            *(64, "float16", "float16", out_dtype, causal, None, None, False, None, bool(lengths), False, False, False), "sm_90a"
+            *(64, "float16", "float16", out_dtype, causal, None, None, False, None, bool(lengths), False, False, False, False), "sm_90a"
         )
         stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
         seen = []
@@ -464,7 +496,7 @@ def test_more_calls_than_are_kept(stub: FakeDriver, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(api.Attention, "MAX_PLANS", 2)
     monkeypatch.setattr(api.Plan, "MAPS_KEPT", 2)
     caller = api.Attention(NoCode())
-    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, *[False] * 5), "sm_90a")
     stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
     for step in range(40):
         q, k, v = (Stub.Tensor((place * 16 + step % 5) << 24, (1, 1 + step % 3, 2, 64)) for place in (1, 2, 3))

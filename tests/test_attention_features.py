@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from attention_problem import DTYPES, OUT_BOUND, compiled, source
@@ -45,14 +46,15 @@ class FeatureProblem:
             self.arrays |= {"query_starts": np.cumsum([0, *queries]).astype(np.int32), "max_q_len": max(queries)}
         if c.sinks:
             self.arrays["sinks"] = rng.standard_normal(heads).astype(np.float32) * 3
-        pairs = rng.standard_normal((2, batch, most, kv_heads, c.ov_depth), np.float32).astype(dtype)
+        kv_dtype = dtype if c.kv_dtype is None else np.dtype(ml_dtypes.float8_e4m3fn)
+        pairs = rng.standard_normal((2, batch, most, kv_heads, c.ov_depth), np.float32).astype(kv_dtype)
         for b, length in enumerate(lengths):
             pairs[:, b, length:] = np.nan
         if c.page_size:
             page = c.page_size
             room = -(-most // page)
             places = rng.permutation(batch * room + 1)[: batch * room].reshape(batch, room).astype(np.int32)
-            pages = np.full((2, batch * room + 1, page, kv_heads, c.ov_depth), np.nan, dtype)
+            pages = np.full((2, batch * room + 1, page, kv_heads, c.ov_depth), np.nan, kv_dtype)
             for b, length in enumerate(lengths):
                 for i in range(-(-length // page)):
                     part = pairs[:, b, i * page : (i + 1) * page]
@@ -69,6 +71,14 @@ class FeatureProblem:
             self.k, self.v = (np.ascontiguousarray(array.swapaxes(1, 2)).swapaxes(1, 2) for array in pairs)
         else:
             self.k, self.v = pairs
+        if c.kv_dtype is not None:
+            scaled = (kv_heads,) if c.kv_scale == "head" else (self.k.shape[0], kv_heads)
+            self.arrays |= {name: np.exp2(rng.uniform(-3, 3, scaled)).astype(np.float32) for name in ("k_scale", "v_scale")}
+        if c.kv_scale == "page":
+            # Pages of zeros may have scale 0; that of a page of no sequence is not read.
+            self.arrays["v_scale"][rng.integers(0, self.k.shape[0])] = 0
+            unused = np.setdiff1d(np.arange(self.k.shape[0]), self.arrays["block_table"])
+            self.arrays["k_scale"][unused] = self.arrays["v_scale"][unused] = np.nan
         self.out = np.empty(self.q.shape, DTYPES[c.out_dtype])
         self.lse = np.empty((heads, total) if c.ragged_queries else (batch, heads, queries[0]), np.float32)
         self.poison()
@@ -108,13 +118,16 @@ class FeatureProblem:
         seen = np.isfinite(lse)
         assert (self.lse[~seen] == -np.inf).all()
         assert (np.abs(self.lse[seen] - lse[seen]) <= 2e-4 + 2.0**-20 * np.abs(lse[seen])).all()
-        assert (ours[(out == 0).all(axis=-1)] == 0).all()
+        # Pages whose V has scale 0 count as 2^-64 of it.
+        assert (np.abs(ours[(out == 0).all(axis=-1)]) <= (2.0**-56 if c.kv_scale == "page" else 0.0)).all()
 
 
 # config fields, (queries, lengths, group, kv_heads), launch options
 Case = tuple[dict[str, Any], tuple[list[int], list[int], int, int], dict[str, Any]]
 RAGGED = {"ragged_queries": True, "key_lengths": True}
 LISTED = PAGED | {"page_list": True}
+FP8 = {"kv_dtype": "float8_e4m3fn"}
+FP8_PAGES = FP8 | {"kv_scale": "page"}
 CASES: list[Case] = [
     ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
     ({"key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 150, 0], 5, 1), {"partition_keys": 64}),
@@ -159,6 +172,20 @@ CASES: list[Case] = [
     (RAGGED | PAGED | {"page_size": 16, "mask": "causal", "window": 50, "sinks": True}, ([4, 1, 9], [100, 0, 222], 6, 1), {"ctas": 2}),
     ({"rescale": "exact", "mask": "causal"}, ([4], [450], 8, 1), {"scale": 3.0, "partition_keys": 128}),
     ({"rescale": "exact", "use_fma": False, "dtype": "float16", "out_dtype": "float32"}, ([1], [450], 8, 1), {"scale": 1.0}),
+    # 8 bits: entries of one tile size each, so that one is compiled.
+    (FP8 | {"tile_rows": 8, "key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 2), {}),
+    (FP8 | {"tile_rows": 32, "key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 250, 0], 5, 1), {"partition_keys": 128}),
+    (FP8 | {"ov_depth": 128, "warpgroups": 1, "mask": "causal", "window": 100, "tile_rows": 8}, ([4], [300], 2, 1), {"scale": -0.2}),
+    (
+        FP8 | {"ov_depth": 256, "out_dtype": "float32", "key_lengths": True, "tile_rows": 8},
+        ([1] * 2, [200, 30], 8, 1),
+        {"partition_keys": 64},
+    ),
+    (FP8 | {"ov_depth": 512, "dtype": "float16", "out_dtype": "float16", "tile_rows": 32, "rescale": "eager"}, ([4], [130], 6, 1), {}),
+    (FP8 | RAGGED | PAGED | {"page_size": 16, "tile_rows": 16, "mask": "causal"}, ([4, 1, 9], [100, 0, 222], 6, 2), {"partition_keys": 64}),
+    (FP8_PAGES | LISTED | {"page_size": 1, "ov_depth": 128, "tile_rows": 8}, ([1] * 2, [90, 200], 8, 2), {"partition_keys": 64}),
+    (FP8_PAGES | PAGED | {"page_size": 32, "softcap": 20.0, "sinks": True, "tile_rows": 16}, ([2] * 3, [0, 1, 300], 5, 2), {}),
+    (FP8_PAGES | {"kv_layout": "paged", "page_size": 64, "rescale": "exact", "tile_rows": 8}, ([1] * 2, [200, 200], 4, 1), {"scale": 1.0}),
 ]
 
 

@@ -304,11 +304,12 @@ def test_partition_counts_surround_the_sm_count(cell):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("half", [0, 1])
-def test_the_benchmark_kernels_compile(arch, half):
-    module = compiler.compile_source(f"#define HALF {half}\n{measure._source()}", arch, "kernels.cu")
+@pytest.mark.parametrize(("half", "kv8"), [(0, 0), (1, 0), (0, 1)])
+def test_the_benchmark_kernels_compile(arch, half, kv8):
+    module = compiler.compile_source(f"#define HALF {half}\n#define KV8 {kv8}\n{measure._source()}", arch, "kernels.cu")
     spans = {f"bench_read_{loads}x{steps}" for loads, steps in measure.CEILING_SPANS}
-    assert spans | {"bench_delay", "bench_normal", "bench_scores", "bench_softmax", "bench_values", "bench_read_8x8"} == set(module.kernels)
+    others = {"bench_delay", "bench_normal", "bench_normal_kv", "bench_scores", "bench_softmax", "bench_values", "bench_read_8x8"}
+    assert spans | others == set(module.kernels)
     for loads, steps in measure.CEILING_SPANS:
         span = measure.VECTOR_BYTES * measure.THREADS * loads * steps
         assert measure.CEILING_BYTES % span == 0, "the grid covers the buffer"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..text import one_line
 
+if TYPE_CHECKING:
+    from ..config import Config
+
 DEPTHS = (64, 128, 256, 512)
-OPERAND_BYTES = 2  # bf16 and f16
+OPERAND_BYTES = {None: 2, "float8_e4m3fn": 1}  # of K and V by kv_dtype; None: as Q, bf16 or f16
 MAX_COUNT = 1 << 24
 MAX_KV_BYTES = 1 << 37
 MAX_CELLS_BYTES = 1 << 20
@@ -32,7 +35,8 @@ class CellError(ValueError):
 class Cell:
     """One attention problem: q [batch, q_len, heads, depth] over k, v [batch, keys, kv_heads, depth].
 
-    published_us: a time in microseconds that others have published for it, or None.
+    published_us: a time in microseconds that others have published for it, or None. kv_dtype: of K and V where it is not that of Q; the
+    configs say.
     """
 
     depth: int
@@ -42,6 +46,7 @@ class Cell:
     heads: int = 32
     kv_heads: int = 4
     published_us: float | None = None
+    kv_dtype: str | None = None
 
     @property
     def group(self) -> int:
@@ -51,17 +56,17 @@ class Cell:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V: what any kernel has to read once."""
-        return 2 * self.batch * self.keys * self.kv_heads * self.depth * OPERAND_BYTES
+        return 2 * self.batch * self.keys * self.kv_heads * self.depth * OPERAND_BYTES[self.kv_dtype]
 
     def floor_us(self, ceiling_gbs: float) -> float:
         """Time in microseconds of reading K and V once at `ceiling_gbs` (10^9 bytes a second)."""
         return self.kv_bytes / (ceiling_gbs * 1e3)
 
     def __str__(self) -> str:
-        return f"d{self.depth} b{self.batch} k{self.keys} q{self.q_len} h{self.heads}/{self.kv_heads}"
+        return f"d{self.depth} b{self.batch} k{self.keys} q{self.q_len} h{self.heads}/{self.kv_heads}" + (" kv8" if self.kv_dtype else "")
 
 
-_FIELDS = tuple(field.name for field in fields(Cell))
+_FIELDS = tuple(field.name for field in fields(Cell) if field.name != "kv_dtype")
 
 
 def _cell(given: Mapping[str, Any], where: str) -> Cell:
@@ -176,3 +181,12 @@ def choose_cells(texts: Sequence[str], ref: str | None, depths: Sequence[int]) -
     if not chosen:
         raise CellError(ref or "decode", f"no cell of depth {' or '.join(map(str, sorted(set(depths))))}")
     return list(dict.fromkeys(chosen))
+
+
+def with_kv_dtypes(cells: Sequence[Cell], configs: Sequence[Config]) -> list[Cell]:
+    """Each cell once for every type of K and V that a config of its depth has."""
+    return [
+        replace(cell, kv_dtype=kind)
+        for cell in cells
+        for kind in dict.fromkeys(config.kv_dtype for config in configs if config.ov_depth == cell.depth)
+    ]

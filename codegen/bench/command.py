@@ -16,7 +16,7 @@ from ..config import Config, load_config, load_shipped, shipped_configs
 from ..files import write_whole
 from ..render import has_attention
 from ..text import one_line
-from .cells import Cell, choose_cells
+from .cells import Cell, choose_cells, with_kv_dtypes
 from .report import CellResults, Report, ReportError, Result, draw, file_stem, from_json, print_report, to_json
 
 if TYPE_CHECKING:
@@ -58,10 +58,15 @@ def default_out() -> Path:
     return root / "bench" / "results" if (root / "pyproject.toml").is_file() else Path("bench-results")
 
 
+def _unmeasured(config: Config) -> list[str]:
+    """The features of a config that cells have no inputs for."""
+    return [feature for feature in config.features() if feature != "kv_dtype" or config.kv_scale == "page"]
+
+
 def chosen_configs(refs: tuple[str, ...]) -> list[Config]:
     """The configs of `refs`, each once, or every shipped one. Raises ConfigError, BenchError for two of one name."""
     configs = list(dict.fromkeys(load_config(ref) for ref in refs)) if refs else [load_shipped(name) for name in shipped_configs()]
-    configs = [config for config in configs if refs or not config.features()]
+    configs = [config for config in configs if refs or not _unmeasured(config)]
     names = [config.name for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -72,8 +77,8 @@ def chosen_configs(refs: tuple[str, ...]) -> list[Config]:
 def with_kernel(configs: list[Config], arch: str, *, asked: bool) -> list[Config]:
     """The configs that have an attention kernel for `arch`. Raises BenchError for one that was asked for and has none."""
     for config in configs:
-        if config.features():
-            raise BenchError(f"{config.name} asks for {config.features()[0]}: features are not measured")
+        if unmeasured := _unmeasured(config):
+            raise BenchError(f"{config.name} asks for {unmeasured[0]}: features are not measured")
     usable = [config for config in configs if arch in config.arch and has_attention(config, arch)]
     if asked and len(usable) < len(configs):
         missing = next(config.name for config in configs if config not in usable)
@@ -87,7 +92,7 @@ def matching(configs: list[Config], cell: Cell) -> dict[tuple[str, str], list[Co
     """The configs that a cell can be run with, by the (dtype, mask) that they share the inputs and the reference of."""
     groups: dict[tuple[str, str], list[Config]] = {}
     for config in configs:
-        if config.ov_depth == cell.depth and config.group in (None, cell.group):
+        if config.ov_depth == cell.depth and config.kv_dtype == cell.kv_dtype and config.group in (None, cell.group):
             groups.setdefault((config.dtype, config.mask), []).append(config)
     return groups
 
@@ -144,7 +149,12 @@ def measure_cell(gpu: Gpu, cell: Cell, dtype: str, mask: str, configs: list[Conf
     try:
         for config in configs:
             owned += _own(problem, config)
-        ready, refused = _prepared_peers(problem, names) if names else ([], [])
+        ready: list[peers.Peer] = []
+        if cell.kv_dtype is not None:
+            # None of them takes such K and V beside a 16-bit Q.
+            refused = [Result(name, refused=f"K and V are {cell.kv_dtype}") for name in names]
+        else:
+            ready, refused = _prepared_peers(problem, names) if names else ([], [])
         implementations: list[Implementation] = [*owned, *ready]
         checked = [check(problem, implementation) for implementation in implementations]
         lse_errors = [own.lse_error() if own.name == "fa4gen" else None for own in owned]
@@ -217,7 +227,7 @@ def run(options: BenchOptions, console: Console, errors: Console) -> int:
     if options.show is not None:
         return _show(options, options.show, console, errors)
     configs = chosen_configs(options.configs)
-    cells = choose_cells(options.cells, options.cells_ref, [config.ov_depth for config in configs])
+    cells = with_kv_dtypes(choose_cells(options.cells, options.cells_ref, [config.ov_depth for config in configs]), configs)
     from .measure import Gpu
 
     gpu = Gpu()

@@ -1,7 +1,12 @@
 // Kernels of `fa4gen bench`: the read ceiling, inputs, the float64 reference, L2 flushes and a delay. Compiled by NVRTC as they are;
-// HALF says whether 16-bit operands are float16 (1) or bfloat16 (0).
+// HALF says whether 16-bit operands are float16 (1) or bfloat16 (0), KV8 whether K and V are e4m3 (1) or as Q (0).
 
 typedef unsigned short operand;
+#if KV8
+typedef unsigned char kv_operand;
+#else
+typedef unsigned short kv_operand;
+#endif
 
 __device__ __forceinline__ double widen(operand bits) {
     float value;
@@ -22,6 +27,26 @@ __device__ __forceinline__ operand narrow(float value) {
 #endif
     return bits;
 }
+
+#if KV8
+__device__ __forceinline__ double widen(kv_operand bits) {
+    unsigned pair;
+    float value;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)pair));
+    return value;
+}
+
+__device__ __forceinline__ kv_operand narrow_kv(float value) {
+    unsigned short bits;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(0.0f), "f"(value));
+    return (kv_operand)bits;
+}
+#else
+__device__ __forceinline__ kv_operand narrow_kv(float value) {
+    return narrow(value);
+}
+#endif
 
 // --- read ceiling ------------------------------------------------------------------------------------------------------------
 
@@ -70,17 +95,21 @@ __device__ __forceinline__ unsigned long long scramble(unsigned long long x) {
 }
 
 // Standard normal numbers, a function of (seed, index) alone; two a thread by Box-Muller. count is even.
-extern "C" __global__ void bench_normal(operand* out, unsigned long long count, unsigned seed) {
+template <typename Element, Element (*round)(float)>
+__device__ __forceinline__ void fill_normal(Element* out, unsigned long long count, unsigned seed) {
     const unsigned long long step = 2ull * gridDim.x * blockDim.x;
     for (unsigned long long at = 2ull * ((unsigned long long)blockIdx.x * blockDim.x + threadIdx.x); at < count; at += step) {
         const unsigned long long bits = scramble(((unsigned long long)seed << 44 ^ at) * 0x9e3779b97f4a7c15ull + 0x632be59bd9b4e019ull);
         const float radius = sqrtf(-2.0f * logf(((unsigned)(bits >> 40) + 1.0f) * 0x1p-24f));
         float sine, cosine;
         sincosf(((unsigned)bits >> 8) * (6.2831853f * 0x1p-24f), &sine, &cosine);
-        out[at] = narrow(radius * cosine);
-        out[at + 1] = narrow(radius * sine);
+        out[at] = round(radius * cosine);
+        out[at + 1] = round(radius * sine);
     }
 }
+
+extern "C" __global__ void bench_normal(operand* out, unsigned long long count, unsigned seed) { fill_normal<operand, narrow>(out, count, seed); }
+extern "C" __global__ void bench_normal_kv(kv_operand* out, unsigned long long count, unsigned seed) { fill_normal<kv_operand, narrow_kv>(out, count, seed); }
 
 // --- float64 reference -------------------------------------------------------------------------------------------------------
 
@@ -88,13 +117,16 @@ struct Shape {
     unsigned batch, q_len, heads, kv_heads, keys, depth;
 };
 
-// scores [batch][kv_heads][q_len * group][keys] = scale q.k; row r is position r / group, head r % group. A warp computes a key's column.
-extern "C" __global__ void bench_scores(const operand* q, const operand* k, double* scores, Shape s, double scale) {
+// scores [batch][kv_heads][q_len * group][keys] = scale q.k, k times its head's k_scale where KV8; row r is position r / group, head r % group. A warp computes a key's column.
+extern "C" __global__ void bench_scores(const operand* q, const kv_operand* k, double* scores, Shape s, double scale, const float* k_scale) {
     const unsigned lane = threadIdx.x % 32, key = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     const unsigned kv_head = blockIdx.y, batch = blockIdx.z, group = s.heads / s.kv_heads, rows = s.q_len * group;
     if (key >= s.keys) return;
+#if KV8
+    scale *= k_scale[kv_head];
+#endif
     double k_row[16];
-    const operand* k_at = k + (((unsigned long long)batch * s.keys + key) * s.kv_heads + kv_head) * s.depth;
+    const kv_operand* k_at = k + (((unsigned long long)batch * s.keys + key) * s.kv_heads + kv_head) * s.depth;
 #pragma unroll
     for (unsigned i = 0; i < 16; ++i) k_row[i] = i * 32 < s.depth ? widen(k_at[i * 32 + lane]) : 0.0;
     for (unsigned row = 0; row < rows; ++row) {
@@ -137,15 +169,20 @@ extern "C" __global__ void __launch_bounds__(256) bench_softmax(double* scores, 
     if (threadIdx.x == 0) lse[((unsigned long long)batch * s.heads + kv_head * group + row % group) * s.q_len + position] = maximum + log(sum);
 }
 
-// out [batch][q_len][heads][depth] += P.V over a chunk of keys; blockDim.x = depth, grid: chunks x kv_heads x batch. out starts as zeros.
-extern "C" __global__ void bench_values(const double* probabilities, const operand* v, double* out, Shape s, unsigned chunk) {
+// out [batch][q_len][heads][depth] += P.V over a chunk of keys, V times its head's v_scale where KV8; blockDim.x = depth, grid: chunks x kv_heads x batch. out starts as zeros.
+extern "C" __global__ void bench_values(const double* probabilities, const kv_operand* v, double* out, Shape s, unsigned chunk, const float* v_scale) {
     const unsigned column = threadIdx.x, kv_head = blockIdx.y, batch = blockIdx.z, group = s.heads / s.kv_heads, rows = s.q_len * group;
     const unsigned first = blockIdx.x * chunk, end = min(s.keys, first + chunk);
+#if KV8
+    const double factor = v_scale[kv_head];
+#else
+    const double factor = 1.0;
+#endif
     for (unsigned row_0 = 0; row_0 < rows; row_0 += 8) {
         double sums[8] = {};
         const double* p = probabilities + (((unsigned long long)batch * s.kv_heads + kv_head) * rows + row_0) * s.keys;
         for (unsigned key = first; key < end; ++key) {
-            const double value = widen(v[(((unsigned long long)batch * s.keys + key) * s.kv_heads + kv_head) * s.depth + column]);
+            const double value = widen(v[(((unsigned long long)batch * s.keys + key) * s.kv_heads + kv_head) * s.depth + column]) * factor;
 #pragma unroll
             for (unsigned i = 0; i < 8; ++i)
                 if (row_0 + i < rows) sums[i] += p[(unsigned long long)i * s.keys + key] * value;

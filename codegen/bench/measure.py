@@ -15,6 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from .. import compiler, render
@@ -94,7 +95,7 @@ class Gpu:
             "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
         }
         self.flush_bytes = max(MIN_FLUSH_BYTES, -(-FLUSH_L2_MULTIPLE * self.l2_bytes >> 20) << 20)
-        self._modules: dict[bool, Compiled] = {}
+        self._modules: dict[tuple[str, str | None], Compiled] = {}
         self._delays: dict[int, PreparedLaunch] = {}
         self._flushed = DeviceArray((self.flush_bytes,), np.uint8)
         self._flushed.fill(0)
@@ -108,13 +109,14 @@ class Gpu:
 
         return driver, driver.cuDeviceGet(0)[1]
 
-    def kernels(self, dtype: str = "bfloat16") -> Compiled:
-        """kernels.cu for operands of `dtype`."""
-        half = dtype == "float16"
-        if half not in self._modules:
-            module = compiler.compile_source(f"#define HALF {int(half)}\n{_source()}", self.backend.arch, "kernels.cu")
-            self._modules[half] = Compiled(module.arch, module.ptx, module.cubin)
-        return self._modules[half]
+    def kernels(self, dtype: str = "bfloat16", kv_dtype: str | None = None) -> Compiled:
+        """kernels.cu for operands of `dtype`, K and V of `kv_dtype` if that is given."""
+        kinds = dtype, kv_dtype
+        if kinds not in self._modules:
+            choice = f"#define HALF {int(dtype == 'float16')}\n#define KV8 {int(kv_dtype is not None)}\n"
+            module = compiler.compile_source(choice + _source(), self.backend.arch, "kernels.cu")
+            self._modules[kinds] = Compiled(module.arch, module.ptx, module.cubin)
+        return self._modules[kinds]
 
     def prepare(
         self,
@@ -124,9 +126,10 @@ class Gpu:
         args: Sequence[Any],
         resident: Sequence[DeviceArray],
         dtype: str = "bfloat16",
+        kv_dtype: str | None = None,
     ) -> PreparedLaunch:
         """A launch of one of kernels.cu's entries."""
-        return self.backend.prepare(self.kernels(dtype), Launch(entry, grid, (block, 1, 1), 0, list(args)), resident)
+        return self.backend.prepare(self.kernels(dtype, kv_dtype), Launch(entry, grid, (block, 1, 1), 0, list(args)), resident)
 
     def _read_launch(self, data: DeviceArray, loads: int, steps: int) -> PreparedLaunch:
         blocks = data.nbytes // (VECTOR_BYTES * THREADS * loads * steps)
@@ -178,12 +181,11 @@ class Gpu:
         finally:
             data.free()
 
-    def normal(self, array: DeviceArray, *, seed: int, dtype: str = "bfloat16") -> None:
-        """Fills a 16-bit array with standard normal numbers, the same on every device for a seed."""
-        count = array.nbytes // 2
-        launch = self.prepare(
-            "bench_normal", (16 * self.sms, 1, 1), THREADS, [array.stand_in, np.uint64(count), np.uint32(seed)], (array,), dtype
-        )
+    def normal(self, array: DeviceArray, *, seed: int, dtype: str = "bfloat16", kv_dtype: str | None = None) -> None:
+        """Fills an array of `dtype`, or `kv_dtype`, with standard normal numbers, the same on every device for a seed."""
+        entry, size = ("bench_normal", 2) if kv_dtype is None else ("bench_normal_kv", 1)
+        args = [array.stand_in, np.uint64(array.nbytes // size), np.uint32(seed)]
+        launch = self.prepare(entry, (16 * self.sms, 1, 1), THREADS, args, (array,), dtype, kv_dtype)
         launch.enqueue()
         self.synchronize("bench_normal")
 
@@ -191,7 +193,8 @@ class Gpu:
 class Problem:
     """Random q, k, v of a cell on the device, and O [batch, q_len, heads, depth] and LSE [batch, heads, q_len] of them in float64.
 
-    dtype: "bfloat16" | "float16". The reference is computed on the device in float64 from the rounded operands. Raises BackendError.
+    dtype: "bfloat16" | "float16". scales: k_scale and v_scale, [kv_heads] float32, where the cell has a kv_dtype. The reference is computed
+    on the device in float64 from the rounded operands. Raises BackendError.
     """
 
     def __init__(self, gpu: Gpu, cell: Cell, dtype: str, *, causal: bool, seed: int = 0) -> None:
@@ -200,11 +203,18 @@ class Problem:
         self._arrays: list[DeviceArray] = []
         try:
             kind = DTYPES[dtype]
+            kv_kind = kind if cell.kv_dtype is None else np.dtype(ml_dtypes.float8_e4m3fn)
             self.q = self.array((cell.batch, cell.q_len, cell.heads, cell.depth), kind)
-            self.k = self.array((cell.batch, cell.keys, cell.kv_heads, cell.depth), kind)
-            self.v = self.array(self.k.stand_in.shape, kind)
+            self.k = self.array((cell.batch, cell.keys, cell.kv_heads, cell.depth), kv_kind)
+            self.v = self.array(self.k.stand_in.shape, kv_kind)
             for index, operand in enumerate((self.q, self.k, self.v)):
-                gpu.normal(operand, seed=3 * seed + index + 11, dtype=dtype)
+                gpu.normal(operand, seed=3 * seed + index + 11, dtype=dtype, kv_dtype=cell.kv_dtype if index else None)
+            self.scales: dict[str, DeviceArray] = {}
+            if cell.kv_dtype is not None:
+                heads = np.arange(cell.kv_heads, dtype=np.float32)
+                for name, values in (("k_scale", 0.75 + heads / 16), ("v_scale", 1.25 - heads / 16)):
+                    self.scales[name] = self.array((cell.kv_heads,), np.float32)
+                    self.scales[name].store(values)
             self.out, self.lse = self._reference()
         except BaseException:
             self.free()
@@ -226,19 +236,20 @@ class Problem:
         scores = DeviceArray((cell.batch * cell.heads * cell.q_len, cell.keys), np.float64)
         out = DeviceArray(self.q.stand_in.shape, np.float64)
         lse = DeviceArray((cell.batch, cell.heads, cell.q_len), np.float64)
-        arrays = (self.q, self.k, self.v, scores, out, lse)
-        q, k, v, scores_, out_, lse_ = (a.stand_in for a in arrays)
+        arrays = (self.q, self.k, self.v, scores, out, lse, *self.scales.values())
+        q, k, v, scores_, out_, lse_, *factors = (a.stand_in for a in arrays)
+        k_scale, v_scale = factors or (np.uint64(0), np.uint64(0))
         shape = np.array([cell.batch, cell.q_len, cell.heads, cell.kv_heads, cell.keys, cell.depth], np.uint32).tobytes()
-        heads = (cell.kv_heads, cell.batch)
+        heads, scale, chunk = (cell.kv_heads, cell.batch), np.float64(self.scale), np.uint32(VALUES_CHUNK)
         steps: list[tuple[str, tuple[int, int, int], int, list[Any]]] = [
-            ("bench_scores", (-(-cell.keys // SCORES_KEYS_PER_BLOCK), *heads), THREADS, [q, k, scores_, shape, np.float64(self.scale)]),
+            ("bench_scores", (-(-cell.keys // SCORES_KEYS_PER_BLOCK), *heads), THREADS, [q, k, scores_, shape, scale, k_scale]),
             ("bench_softmax", (len(scores_), 1, 1), THREADS, [scores_, lse_, shape, np.uint32(self.causal)]),
-            ("bench_values", (-(-cell.keys // VALUES_CHUNK), *heads), cell.depth, [scores_, v, out_, shape, np.uint32(VALUES_CHUNK)]),
+            ("bench_values", (-(-cell.keys // VALUES_CHUNK), *heads), cell.depth, [scores_, v, out_, shape, chunk, v_scale]),
         ]
         try:
             out.fill(0)
             for entry, grid, block, args in steps:
-                gpu.prepare(entry, grid, block, args, arrays, self.dtype).enqueue()
+                gpu.prepare(entry, grid, block, args, arrays, self.dtype, cell.kv_dtype).enqueue()
             gpu.synchronize("the float64 reference")
             return out.fetch(), lse.fetch()
         finally:
@@ -270,12 +281,13 @@ class Own:
         module = compiler.compile_source(source, gpu.backend.arch, "attention.cu")
         self._out = problem.array(problem.q.stand_in.shape, DTYPES[config.out_dtype])
         self._lse = problem.array((cell.batch, cell.heads, cell.q_len), np.float32)
-        resident = (problem.q, problem.k, problem.v, self._out, self._lse)
-        q, k, v, out, lse = (array.stand_in for array in resident)
+        resident = (problem.q, problem.k, problem.v, self._out, self._lse, *problem.scales.values())
+        q, k, v, out, lse = (array.stand_in for array in resident[:5])
+        scales: dict[str, Any] = {name: array.stand_in for name, array in problem.scales.items()}
         geo = derive(config, gpu.backend.arch)
         # A config may fix how the keys are split; the fastest way is what is measured otherwise.
         split: Literal["auto"] | None = None if config.split else "auto"
-        launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys=split)
+        launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys=split, **scales)
         self.grid = launch.grid
         self.resources = module.kernels[launch.entry]
         self._prepared = gpu.backend.prepare(Compiled(module.arch, module.ptx, module.cubin), launch, resident)

@@ -1,0 +1,1553 @@
+// Attention for sm_90a, shared-key: O = softmax(scale Q K^T) V and its LSE
+//
+// Generated from templates/kernels/attention_sm90a.cu.j2 for config d128_fp8 on sm_90a.
+// Do not edit: change the template or the config, then run
+//     fa4gen emit --config d128_fp8.yaml
+//
+// One CTA works on tiles of n query rows (positions x heads of one KV head), 128 deep, over key tiles of 64 keys. Both MMAs have their
+// operands swapped, so that the few query rows are N and the keys, then the depth, are M:
+//     S^T[64 keys x n rows]   = K . Q^T         A = K from registers, B = Q (K-major)
+//     O^T[128 depth x n rows] += V^T . P^T       A = V from registers, B = P (K-major)
+// K and V are e4m3, widened to float16 on their way.
+// There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
+// The four warps of a consumer warpgroup hold four key slices of S^T and four depth bands of O^T (16 of every 64). They share the key tile,
+// so they agree on row maxima when a row has outgrown the last ones (fa4_ws_exchange4_max) and on row
+// sums once, at the end (fa4_ws_exchange4_add).
+// The two consumer warpgroups take every other key tile, each with a ring, a softmax state and an O of its own; they merge at the end.
+//
+// Roles: 2 consumer warpgroups (attend), then 2 warps that fill their rings of K and V (load_keys_values), a warp for Q (load_queries), and
+// one without a role.
+//
+// Shared memory of 8 rows, bytes:
+//           0  196608  ring
+//      196608    4096  q
+//      200704    4096  p
+//      204800    4096  merge_o
+//      208896     512  merge_ml
+//      209408    2048  exchange
+//      211456    8192  weights
+//      219648      16  last
+//      219664     192  mbar_full
+//      219856     192  mbar_empty
+//      220048      16  mbar_q_full
+//      220064      16  mbar_q_empty
+//      220080      16  mbar_verdict
+//      220096 in all
+// Shared memory of 16 rows, bytes:
+//           0  196608  ring
+//      196608    8192  q
+//      204800    8192  p
+//      212992    8192  merge_o
+//      221184     512  merge_ml
+//      221696    2048  exchange
+//      223744    8192  weights
+//      231936      16  last
+//      231952     192  mbar_full
+//      232144     192  mbar_empty
+//      232336      16  mbar_q_full
+//      232352      16  mbar_q_empty
+//      232368      16  mbar_verdict
+//      232384 in all
+// Shared memory of 32 rows, bytes:
+//           0  163840  ring
+//      163840   16384  q
+//      180224   16384  p
+//      196608   16384  merge_o
+//      212992     512  merge_ml
+//      213504    2048  exchange
+//      215552    8192  weights
+//      223744      16  last
+//      223760     160  mbar_full
+//      223920     160  mbar_empty
+//      224080      16  mbar_q_full
+//      224096      16  mbar_q_empty
+//      224112      16  mbar_verdict
+//      224128 in all
+//
+// Barriers: 0, 1 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2, 3 P or O of a
+// warpgroup is in shared memory; 4 what the two warpgroups do together.
+
+typedef unsigned short fa4_bf16;  // the bits of a bfloat16
+typedef unsigned short fa4_f16;   // the bits of a float16
+struct alignas(64) fa4_tensor_map {
+    unsigned char bytes[128];  // as cuTensorMapEncodeTiled made it
+};
+
+constexpr unsigned BLOCK_KEYS = 64;     // keys of a key tile: M of S^T, K of O^T
+constexpr unsigned DEPTH = 128;          // of a head
+constexpr unsigned WARPGROUPS = 2;      // consumers
+constexpr unsigned THREADS = 384;
+constexpr unsigned O_BLOCKS = 2;        // DEPTH / 64
+constexpr unsigned K_STEPS = 4;         // wgmma along 64 of K: 64 / 16
+// Swizzled tiles: pieces of [rows][128 bytes], "chunks". The 16-byte unit u of row r lies at unit u ^ (r % 8).
+constexpr unsigned ROW_BYTES = 128;         // of a chunk of K or V, a byte a column: the width of its swizzle
+constexpr unsigned SLOT_CHUNKS = 1;       // chunks of a ring slot
+constexpr unsigned SLOT_BYTES = 8192;
+constexpr unsigned COPY_BYTES = 8192;    // of a slot, that copies fill
+constexpr unsigned CHUNK_BATCHES = 2;     // batches of 64 columns in a chunk
+constexpr unsigned SLOT_BATCHES = SLOT_CHUNKS * CHUNK_BATCHES;
+constexpr unsigned BATCHES = 2;           // of a K tile, and of a V tile
+constexpr unsigned TILE_SLOTS = 1;        // slots of a K tile, and of a V tile
+constexpr unsigned Q_CHUNKS = 2;
+constexpr unsigned P_BUFFERS = 2;
+constexpr unsigned OUT_CHUNKS = 2;      // 128-byte wide chunks of the O tile
+constexpr unsigned OUT_CHUNK_COLS = 64;
+constexpr unsigned CHUNKS_PER_BLOCK = 1;
+constexpr unsigned KEPT_BLOCKS = 1;     // O blocks that warpgroup 0 finishes; warpgroup 1 finishes the others
+constexpr unsigned MBARRIER_BYTES = 8;
+static_assert(TILE_SLOTS * SLOT_CHUNKS * ROW_BYTES == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
+// What depends on the rows of a tile.
+// ROWS           query rows, the N of both MMAs
+// FRAGMENT       registers that a lane has of a 64 x ROWS accumulator. Register 4 j + 2 h + v of lane 4 g + c in warp w is M index
+//                16 w + 8 h + g (a key, or a depth column), query row 8 j + 2 c + v.
+// LANE_ROWS      query rows a lane sees: ROWS / 4, numbered i = 2 j + v
+// STMATRIX_*     8 x 8 matrices of one store, and stores of a fragment
+// A_BUFFERS      batches of K or V in registers
+// RING_SLOTS     of all rings; SLOTS_PER_RING: one ring a consumer warpgroup
+// Q_CHUNK_BYTES  ROWS x 128; a P tile has the same shape: ROWS x 64 keys. Q_CHUNK_UNITS: in units of 16 bytes
+// BLOCK_FLOATS   of an O block: FRAGMENT x 128 lanes. With split keys a partition's O passes through global memory and the ring as it lies
+//                in the accumulators, PIECE_BLOCKS blocks at a time, which fill at most a slot
+// WEIGHTS        [64 partitions][32 lanes] float
+// LAST           whether this CTA merges the partitions, for the consumers and each producer
+// FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]
+struct Tile8 {
+    static constexpr unsigned ROWS = 8;
+    static constexpr unsigned FRAGMENT = 4;
+    static constexpr unsigned LANE_ROWS = 2;
+    static constexpr unsigned LANE_ROWS_LOG2 = 1;
+    static constexpr unsigned STMATRIX_MATRICES = 2;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 24;
+    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned Q_CHUNK_BYTES = 1024;
+    static constexpr unsigned Q_CHUNK_UNITS = 64;
+    static constexpr unsigned Q_BYTES = 2048;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned BLOCK_FLOATS = 512;
+    static constexpr unsigned PIECE_BLOCKS = 1;
+    static constexpr unsigned PIECE_BYTES = 2048;
+    static constexpr unsigned A_BUFFERS = 2;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 196608;
+    static constexpr unsigned P_OFFSET = 200704;
+    static constexpr unsigned MERGE_O_OFFSET = 204800;
+    static constexpr unsigned MERGE_ML_OFFSET = 208896;
+    static constexpr unsigned EXCHANGE_OFFSET = 209408;
+    static constexpr unsigned WEIGHTS_OFFSET = 211456;
+    static constexpr unsigned LAST_OFFSET = 219648;
+    static constexpr unsigned FULL_OFFSET = 219664;
+    static constexpr unsigned EMPTY_OFFSET = 219856;
+    static constexpr unsigned Q_FULL_OFFSET = 220048;
+    static constexpr unsigned Q_EMPTY_OFFSET = 220064;
+    static constexpr unsigned VERDICT_OFFSET = 220080;
+};
+struct Tile16 {
+    static constexpr unsigned ROWS = 16;
+    static constexpr unsigned FRAGMENT = 8;
+    static constexpr unsigned LANE_ROWS = 4;
+    static constexpr unsigned LANE_ROWS_LOG2 = 2;
+    static constexpr unsigned STMATRIX_MATRICES = 4;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 24;
+    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned Q_CHUNK_BYTES = 2048;
+    static constexpr unsigned Q_CHUNK_UNITS = 128;
+    static constexpr unsigned Q_BYTES = 4096;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned BLOCK_FLOATS = 1024;
+    static constexpr unsigned PIECE_BLOCKS = 1;
+    static constexpr unsigned PIECE_BYTES = 4096;
+    static constexpr unsigned A_BUFFERS = 2;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 196608;
+    static constexpr unsigned P_OFFSET = 204800;
+    static constexpr unsigned MERGE_O_OFFSET = 212992;
+    static constexpr unsigned MERGE_ML_OFFSET = 221184;
+    static constexpr unsigned EXCHANGE_OFFSET = 221696;
+    static constexpr unsigned WEIGHTS_OFFSET = 223744;
+    static constexpr unsigned LAST_OFFSET = 231936;
+    static constexpr unsigned FULL_OFFSET = 231952;
+    static constexpr unsigned EMPTY_OFFSET = 232144;
+    static constexpr unsigned Q_FULL_OFFSET = 232336;
+    static constexpr unsigned Q_EMPTY_OFFSET = 232352;
+    static constexpr unsigned VERDICT_OFFSET = 232368;
+};
+struct Tile32 {
+    static constexpr unsigned ROWS = 32;
+    static constexpr unsigned FRAGMENT = 16;
+    static constexpr unsigned LANE_ROWS = 8;
+    static constexpr unsigned LANE_ROWS_LOG2 = 3;
+    static constexpr unsigned STMATRIX_MATRICES = 4;
+    static constexpr unsigned STMATRIX_COUNT = 2;
+    static constexpr unsigned RING_SLOTS = 20;
+    static constexpr unsigned SLOTS_PER_RING = 10;
+    static constexpr unsigned Q_CHUNK_BYTES = 4096;
+    static constexpr unsigned Q_CHUNK_UNITS = 256;
+    static constexpr unsigned Q_BYTES = 8192;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned BLOCK_FLOATS = 2048;
+    static constexpr unsigned PIECE_BLOCKS = 1;
+    static constexpr unsigned PIECE_BYTES = 8192;
+    static constexpr unsigned A_BUFFERS = 2;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 163840;
+    static constexpr unsigned P_OFFSET = 180224;
+    static constexpr unsigned MERGE_O_OFFSET = 196608;
+    static constexpr unsigned MERGE_ML_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 213504;
+    static constexpr unsigned WEIGHTS_OFFSET = 215552;
+    static constexpr unsigned LAST_OFFSET = 223744;
+    static constexpr unsigned FULL_OFFSET = 223760;
+    static constexpr unsigned EMPTY_OFFSET = 223920;
+    static constexpr unsigned Q_FULL_OFFSET = 224080;
+    static constexpr unsigned Q_EMPTY_OFFSET = 224096;
+    static constexpr unsigned VERDICT_OFFSET = 224112;
+};
+// Barrier ids
+constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
+constexpr unsigned MERGE_BARRIER = 4;  // both warpgroups
+// Matrix descriptors: 128-byte swizzle, 1,024 bytes between groups of 8 rows (K-major) or of 8 keys (MN-major); the leading offset is
+// unused. Addresses are in units of 16 bytes and never carry out of their 14 bits.
+constexpr unsigned DESCRIPTOR_HIGH = 1u << 30 | 1024 / 16;
+constexpr unsigned DESCRIPTOR_LOW = 1u << 16;
+constexpr unsigned DESCRIPTOR_UNIT = 16;
+constexpr unsigned K_STEP_UNITS = 2;    // 16 elements along a K-major row: 32 bytes
+constexpr float LAZY_LIMIT = 8.0f;  // a probability may reach 2^8 before its row's maximum is renewed
+constexpr unsigned PAGE_KEYS = 64;
+constexpr unsigned PAGES = 1;         // of a key tile, copied one by one: a page holds whole tiles
+constexpr unsigned PAGE_LOOKUPS = 1;   // entries of the table that a lane of the ring's producer reads at once
+constexpr unsigned TABLE_BATCH = PAGE_LOOKUPS * 32;
+constexpr unsigned BATCH_STEP = 1;     // batches from one key tile of a ring to the next, at most
+constexpr unsigned SCALES = 1;          // that differ among the two keys of a lane
+constexpr float SMALLEST_V_SCALE = 5.421010862e-20f;  // 2^-64
+constexpr float LOG2E = 1.44269504f;
+constexpr float LN2 = 0.69314718f;
+constexpr float MINUS_INFINITY = __builtin_bit_cast(float, 0xff800000u);
+
+// Makes the 8 bytes at shared address `barrier` an mbarrier whose phases complete after `arrivals` arrivals (and their bytes).
+// PTX ISA "mbarrier.init".
+__device__ __forceinline__ void ptx_mbarrier_init(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes this thread's mbarrier.init visible to the copy engine. PTX ISA "fence.mbarrier_init".
+__device__ __forceinline__ void ptx_fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival at the mbarrier; releases this thread's earlier accesses. PTX ISA "mbarrier.arrive".
+__device__ __forceinline__ void ptx_mbarrier_arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Announces `bytes` of copies to the current phase, then arrives once. PTX ISA "mbarrier.arrive", .expect_tx.
+__device__ __forceinline__ void ptx_mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// True once the phase of this parity has completed: on a fresh mbarrier parity 1 has, parity 0 has not. It may give up early: callers loop.
+// PTX ISA "mbarrier.try_wait".
+__device__ __forceinline__ bool ptx_mbarrier_try_wait(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{\n\t.reg .pred complete;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, complete;\n\t}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// True in exactly one lane of a converged warp, the same one every time. PTX ISA "elect.sync".
+__device__ __forceinline__ bool ptx_elect_sync() {
+    unsigned elected;
+    asm volatile(
+        "{\n\t.reg .pred leader;\n\t"
+        "elect.sync _|leader, 0xffffffff;\n\t"
+        "selp.u32 %0, 1, 0, leader;\n\t}"
+        : "=r"(elected));
+    return elected != 0;
+}
+
+// Fetches a tensor map towards the copy engine. PTX ISA "prefetch".
+__device__ __forceinline__ void ptx_prefetch_tensormap(const fa4_tensor_map* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Starts the copy of one box of a rank-5 tensor to shared memory; coordinates innermost first, elements outside the tensor arrive as zeros.
+// The whole box counts towards `barrier` when it lands. PTX ISA "cp.async.bulk.tensor".
+__device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_tensor_map* map, unsigned barrier, int c0, int c1, int c2,
+                                                int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
+// Belongs to this thread's next bulk group. PTX ISA "cp.async.bulk.tensor".
+__device__ __forceinline__ void ptx_tma_store_5d(const fa4_tensor_map* map, unsigned source, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, { %2, %3, %4, %5, %6 }], [%1];" ::"l"(map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
+// Closes this thread's bulk group. PTX ISA "cp.async.bulk.commit_group".
+__device__ __forceinline__ void ptx_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all of this thread's bulk groups have read their sources. PTX ISA "cp.async.bulk.wait_group".
+__device__ __forceinline__ void ptx_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Orders this thread's earlier shared-memory accesses before later ones of the asynchronous proxy (wgmma, TMA). PTX ISA "fence.proxy".
+__device__ __forceinline__ void ptx_fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// D[64 x 8] = A[64 x 16] . B[16 x 8] (+ D if `accumulate`), f16 operands, A in registers, B K-major and described by a shared-memory
+// descriptor, float32 D. Asynchronous: nobody touches `d` or `a` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_ra(float (&d)[4], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %9, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {"
+        "%0, %1, %2, %3"
+        "}, { %4, %5, %6, %7 }, %8, accumulate, 1, 1, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// D[64 x 16] = A[64 x 16] . B[16 x 16] (+ D if `accumulate`), f16 operands, A in registers, B K-major and described by a shared-memory
+// descriptor, float32 D. Asynchronous: nobody touches `d` or `a` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_ra(float (&d)[8], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %13, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, "
+        "%4, %5, %6, %7"
+        "}, { %8, %9, %10, %11 }, %12, accumulate, 1, 1, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// D[64 x 32] = A[64 x 16] . B[16 x 32] (+ D if `accumulate`), f16 operands, A in registers, B K-major and described by a shared-memory
+// descriptor, float32 D. Asynchronous: nobody touches `d` or `a` before a wait_group. PTX ISA "wgmma.mma_async".
+__device__ __forceinline__ void ptx_wgmma_ra(float (&d)[16], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    asm volatile(
+        "{\n\t.reg .pred accumulate;\n\t"
+        "setp.ne.b32 accumulate, %21, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, "
+        "%4, %5, %6, %7, "
+        "%8, %9, %10, %11, "
+        "%12, %13, %14, %15"
+        "}, { %16, %17, %18, %19 }, %20, accumulate, 1, 1, 0;\n\t}"
+        :
+          "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate)
+        : "memory");
+}
+
+// Loads four matrices of 8 x 8 16-bit elements: lane 8 i + r gives the address of the 16 bytes of row r of matrix i. This
+// lane receives two elements of each: row lane / 4, columns 2 (lane % 4) and the next.
+// PTX ISA "ldmatrix".
+__device__ __forceinline__ void ptx_ldmatrix_x4(unsigned (&matrix)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Loads four matrices of 8 x 8 16-bit elements, transposed: lane 8 i + r gives the address of the 16 bytes of row r of matrix i. This
+// lane receives two elements of each: rows 2 (lane % 4) and the next, column lane / 4.
+// PTX ISA "ldmatrix".
+__device__ __forceinline__ void ptx_ldmatrix_x4_trans(unsigned (&matrix)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3 }, [%4];"
+                 : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Two e4m3 as float16, exactly: the low byte in bits 0-15, the high one in bits 16-31. PTX ISA "cvt".
+__device__ __forceinline__ unsigned ptx_cvt_f16x2_e4m3x2(unsigned short pair) {
+    unsigned d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
+    return d;
+}
+
+// Rounds two floats to float16 (nearest even) and packs them: `low` in bits 0-15, `high` in bits 16-31. PTX ISA "cvt".
+__device__ __forceinline__ unsigned ptx_cvt_f16x2(float low, float high) {
+    unsigned d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+// Orders this warp's register accesses before the next wgmma. PTX ISA "wgmma.fence".
+__device__ __forceinline__ void ptx_wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes the group of this warp's earlier wgmma. PTX ISA "wgmma.commit_group".
+__device__ __forceinline__ void ptx_wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `pending` of the latest wgmma groups are unfinished. PTX ISA "wgmma.wait_group".
+template <int pending>
+__device__ __forceinline__ void ptx_wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Stores 2 matrices of 8 x 8 16-bit elements, transposed: lane 8 i + c gives the address of the 16 bytes that receive column c of matrix i.
+// `matrix` holds this lane's two elements of each (row lane / 4, columns 2 (lane % 4) and the next). PTX ISA "stmatrix".
+__device__ __forceinline__ void ptx_stmatrix_trans(unsigned address, const unsigned (&matrix)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+"r"(matrix[0]), "r"(matrix[1])
+                 : "memory");
+}
+
+// Stores 4 matrices of 8 x 8 16-bit elements, transposed: lane 8 i + c gives the address of the 16 bytes that receive column c of matrix i.
+// `matrix` holds this lane's two elements of each (row lane / 4, columns 2 (lane % 4) and the next). PTX ISA "stmatrix".
+__device__ __forceinline__ void ptx_stmatrix_trans(unsigned address, const unsigned (&matrix)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+"r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+                 : "memory");
+}
+
+// Raises *address to at least `value`, at GPU scope, unordered with other accesses but those to the same address. PTX ISA "red", .max.
+__device__ __forceinline__ void ptx_red_max_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Adds `value` to *address and returns what was there. Releases what this thread has seen written and acquires what earlier callers had, at
+// GPU scope. PTX ISA "atom", .add.
+__device__ __forceinline__ unsigned long long ptx_atom_add_acq_rel(unsigned long long* address, unsigned long long value) {
+    unsigned long long previous;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(previous) : "l"(address), "l"(value) : "memory");
+    return previous;
+}
+
+// Stores to global memory as an atomic does: whole, at GPU scope, and in order with other atomics on the address. PTX ISA "st", .relaxed.
+__device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsigned long long value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
+// when they land. PTX ISA "cp.async.bulk".
+__device__ __forceinline__ void ptx_bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Orders ordinary accesses to global memory before this fence, of this thread or seen by it, with those of the copy engine after it.
+// PTX ISA "fence.proxy".
+__device__ __forceinline__ void ptx_fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// 2^x, approximate (at most 2 ulp), subnormals flushed; 2^-inf = +0. PTX ISA "ex2".
+__device__ __forceinline__ float ptx_ex2_approx_ftz(float x) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+
+// log2(x), approximate (absolute error 2^-22 near 1, else relative), subnormals flushed; log2(0) = -inf. PTX ISA "lg2".
+__device__ __forceinline__ float ptx_lg2_approx_ftz(float x) {
+    float d;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+
+// 1 / x, approximate (at most 1 ulp), subnormals flushed. PTX ISA "rcp".
+__device__ __forceinline__ float ptx_rcp_approx_ftz(float x) {
+    float d;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+
+// As bar.sync, and returns to all of them whether `predicate` holds in any of the `threads` threads. PTX ISA "bar.red".
+__device__ __forceinline__ bool ptx_bar_red_or(unsigned id, unsigned threads, bool predicate) {
+    unsigned any;
+    asm volatile(
+        "{\n\t.reg .pred mine, any;\n\t"
+        "setp.ne.b32 mine, %3, 0;\n\t"
+        "bar.red.or.pred any, %1, %2, mine;\n\t"
+        "selp.u32 %0, 1, 0, any;\n\t}"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"((unsigned)predicate)
+        : "memory");
+    return any != 0;
+}
+
+// Rounds two floats to bfloat16 (nearest even) and packs them: `low` in bits 0-15, `high` in bits 16-31. PTX ISA "cvt".
+__device__ __forceinline__ unsigned ptx_cvt_bf16x2(float low, float high) {
+    unsigned d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+// Raises the register limit of every warp of this warpgroup to `count`, waiting until they are free. PTX ISA "setmaxnreg".
+template <int count>
+__device__ __forceinline__ void ptx_setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// Lowers the register limit of every warp of this warpgroup to `count` and gives the rest back. PTX ISA "setmaxnreg".
+template <int count>
+__device__ __forceinline__ void ptx_setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// Waits until `threads` threads (whole warps) have arrived at barrier `id` of this CTA; orders their shared-memory accesses.
+// PTX ISA "bar".
+__device__ __forceinline__ void ptx_bar_sync(unsigned id, unsigned threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// max(a, b); a NaN loses to a number, subnormal inputs count as zero. PTX ISA "max".
+__device__ __forceinline__ float ptx_max_ftz(float a, float b) {
+    float d;
+    asm("max.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+// a + b, rounded to nearest. The explicit .rn keeps ptxas from contracting it into an FMA. PTX ISA "add".
+__device__ __forceinline__ float ptx_add_ftz(float a, float b) {
+    float d;
+    asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+// exchange: 4-way reduction across the parts of one softmax warpgroup.
+//
+// m_pack * rows = 4 * 32 = 128 threads, so (partition_g, local_row) names each thread once and each of the 128 float slots once.
+// Shuffles stay inside a warp and the 4 partials of a row live in 4 different warps: they meet in shared memory. Every thread writes
+// its own partial and reads all 4 of its row; there is no designated reducer and no broadcast.
+//
+// Why one barrier is enough. Let p = exchange_seq & 1. Exchange i writes buffer p, waits, reads buffer p. A warp that runs ahead writes
+// buffer 1 - p in exchange i+1, which nobody reads before exchange i+1's barrier. To touch p again it must be in exchange i+2, past the
+// barrier of i+1; a slower warp arrives at that barrier only after it has finished reading p in exchange i. So no warp is ever two
+// exchanges ahead, and two buffers suffice. A second barrier would only lengthen the critical path of every key tile.
+//
+// The argument needs exchange_seq to count every exchange of the warpgroup and never to restart: the row-sum exchange after the key loop
+// continues the count, or it could reuse the buffer that a slow warp still reads.
+//
+// The left fold over g = 0 .. 3 has the same order in every thread, so all warps of the warpgroup hold bit-identical results: a vote
+// on the row maximum comes out the same in each of them, and their partial sums stay in one scale.
+//
+// local_row      query row of this thread, 0 .. 31
+// partition_g    part of the warpgroup this thread belongs to, 0 .. 3
+// warp_group_idx 0 or 1; also the id of the barrier, which 128 threads use
+// exchange_seq   exchanges this warpgroup has made before
+// xchg_smem      2048 bytes: [warpgroup 2][buffer 2][128] float
+__device__ __forceinline__ float fa4_ws_exchange4_max(float partial, unsigned local_row, unsigned partition_g,
+                                                      unsigned warp_group_idx, unsigned exchange_seq, float* xchg_smem) {
+    float* buffer = xchg_smem + (warp_group_idx * 2 + (exchange_seq & 1)) * 128;
+    buffer[partition_g * 32 + local_row] = partial;
+    // Orders every write of this exchange before every read of it, and the reads of exchange_seq - 1 before the writes of exchange_seq + 1.
+    ptx_bar_sync(warp_group_idx, 128);
+    float result = buffer[local_row];
+    result = ptx_max_ftz(result, buffer[32 + local_row]);
+    result = ptx_max_ftz(result, buffer[64 + local_row]);
+    result = ptx_max_ftz(result, buffer[96 + local_row]);
+    return result;
+}
+
+__device__ __forceinline__ float fa4_ws_exchange4_add(float partial, unsigned local_row, unsigned partition_g,
+                                                      unsigned warp_group_idx, unsigned exchange_seq, float* xchg_smem) {
+    float* buffer = xchg_smem + (warp_group_idx * 2 + (exchange_seq & 1)) * 128;
+    buffer[partition_g * 32 + local_row] = partial;
+    // Orders every write of this exchange before every read of it, and the reads of exchange_seq - 1 before the writes of exchange_seq + 1.
+    ptx_bar_sync(warp_group_idx, 128);
+    float result = buffer[local_row];
+    result = ptx_add_ftz(result, buffer[32 + local_row]);
+    result = ptx_add_ftz(result, buffer[64 + local_row]);
+    result = ptx_add_ftz(result, buffer[96 + local_row]);
+    return result;
+}
+
+// --- the problem and its work items ----------------------------------------------------------------------------------
+
+struct Problem {
+    unsigned batch, q_len, keys, kv_heads, group;
+    unsigned tile_rows;           // query rows of a tile
+    unsigned tile_heads;          // heads of one position in a tile: row r is position r / tile_heads, head r % tile_heads
+    unsigned tile_positions;      // positions of a tile: 1 where the group fills it
+    unsigned tiles_per_position;  // tiles that share a position: 1 unless the group is larger than a tile
+    unsigned q_tiles;             // tiles of one KV head
+    unsigned partition_tiles;     // key tiles of a partition
+    unsigned partitions;          // of every query tile; those past its last key have no work
+    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
+    unsigned items;
+    const int* key_lengths;  // [batch]
+    const int* block_table;  // [batch][table_pages]
+    unsigned table_pages;
+};
+
+__device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
+                                            unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
+                                            unsigned cluster = 1) {
+    Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
+    p.tile_heads = min(group, tile_rows);
+    p.tile_positions = tile_rows / p.tile_heads;
+    p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
+    p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
+    p.partition_tiles = partition_tiles;
+    p.partitions = partitions;
+    p.cluster = cluster;
+    p.items = batch * partitions * p.q_tiles * kv_heads;
+    return p;
+}
+
+// One query tile and one partition of the keys it attends to.
+struct Item {
+    unsigned batch, kv_head;
+    unsigned query_tile;       // among those of all sequences and KV heads
+    unsigned partition, used;  // used: partitions of this query tile that have work; 1 if there is no key at all
+    unsigned position, head;  // of query row 0; the head counts within the group
+    int all_see;              // keys below it are visible to every row of the tile
+    unsigned keys;            // of this sequence
+    unsigned first_tile, end_tile;
+};
+
+__device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
+    Item item;
+    // The KV head runs fastest: clusters side by side read neighbouring memory.
+    const unsigned unit = index / p.cluster;
+    const unsigned groups = p.partitions / p.cluster;
+    item.kv_head = unit % p.kv_heads;
+    const unsigned tile = unit / p.kv_heads % p.q_tiles;
+    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
+    item.batch = unit / p.kv_heads / p.q_tiles / groups;
+    item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
+    item.position = tile / p.tiles_per_position * p.tile_positions;
+    item.head = tile % p.tiles_per_position * p.tile_rows;
+    // A length that the launch has no partitions for would leave a merge waiting for CTAs that do not exist.
+    item.keys = min(max(p.key_lengths[item.batch], 0), (int)p.keys);
+    item.all_see = (int)item.keys;
+    const int seen = (int)item.keys;
+    const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    item.used = max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.first_tile = item.partition * p.partition_tiles;
+    item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
+    return item;
+}
+
+// Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
+__device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
+    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
+}
+
+// --- rings -----------------------------------------------------------------------------------------------------------
+
+// Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's four warps have read it;
+// the n-th use of a slot is the phase of parity n % 2 of both.
+struct Cursor {
+    unsigned slot = 0, parity = 0;
+
+    __device__ __forceinline__ void advance(unsigned slots) {
+        if (++slot == slots) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void wait(unsigned mbarrier, unsigned parity) {
+    while (!ptx_mbarrier_try_wait(mbarrier, parity)) {
+    }
+}
+
+// --- split keys ------------------------------------------------------------------------------------------------------
+
+// What the partitions of a query tile hand over in global memory: each its O, normalised, and the log2 of its LSE.
+struct Workspace {
+    float* o;                     // [query_tile][partition][block][quad of registers][128 threads][4]
+    float* lse;                   // [query_tile][partition][32 lanes]
+    unsigned long long* arrived;  // [query_tile], see arrive_last
+    unsigned launch;              // the number of this launch
+};
+
+// Whether this thread is the last of `expected` to arrive at a counter in this launch; it then acquires what the others have released.
+//
+// A counter is 0 between launches: the last arrival sees to that. A launch that was aborted may leave anything, so a counter also names the
+// launch that it counts for, in its upper half: every arrival first raises it to its own launch's number, with nothing counted, which
+// leaves a count under way as it is and starts afresh from what an earlier launch left. Numbers of launches with one workspace rise; the
+// same may come again (a graph that is replayed) as long as no launch in between was aborted. The raise waits for nothing.
+__device__ __forceinline__ bool arrive_last(unsigned long long* counter, unsigned launch, unsigned expected) {
+    const unsigned long long none = (unsigned long long)launch << 32;
+    ptx_red_max_relaxed(counter, none);
+    if (ptx_atom_add_acq_rel(counter, 1) != none + expected - 1) return false;
+    ptx_st_relaxed(counter, 0);
+    return true;
+}
+
+// The blocks of O that a warpgroup finishes, and the barrier of the threads that finish the item together.
+struct Share {
+    bool low, high;  // blocks below KEPT_BLOCKS, and from there on
+    unsigned barrier, threads;
+
+    __device__ __forceinline__ bool has(unsigned block) const { return block < KEPT_BLOCKS ? low : high; }
+    __device__ __forceinline__ bool any() const { return low || high; }
+};
+
+__device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) {
+    // With one key tile (or none) warpgroup 1 has nothing: warpgroup 0 finishes alone and no barrier is shared.
+    const bool merged = item.end_tile > item.first_tile + 1;
+    return Share{warpgroup == 0, merged ? warpgroup == 1 : warpgroup == 0, merged ? MERGE_BARRIER : TILE_BARRIER, merged ? 256u : 128u};
+}
+
+// --- producers -------------------------------------------------------------------------------------------------------
+
+// Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
+// partitions of a query tile, their O. A warp runs it.
+// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
+// Signals: `full` of the slot, by the copy's bytes.
+template <class Tile>
+__device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
+                                                 const Workspace& workspace, const unsigned char* smem_bytes, unsigned smem,
+                                                 unsigned warpgroup, unsigned lane) {
+    const unsigned ring = smem + Tile::RING_OFFSET + warpgroup * Tile::SLOTS_PER_RING * SLOT_BYTES;
+    const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
+    const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
+    unsigned verdict_parity = 0;
+    Cursor at;
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
+        const Item item = item_at(p, index);
+        if (!has_work(p, item)) continue;
+        const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
+        // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
+        // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
+        const auto entry_of = [&](unsigned batch, unsigned lookup) {
+            const unsigned entry = batch * TABLE_BATCH + lookup * 32 + lane;
+            return entry * PAGE_KEYS < item.keys ? table[entry] : -1;
+        };
+        unsigned batch = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS / TABLE_BATCH;
+        int entries[PAGE_LOOKUPS], ahead[PAGE_LOOKUPS];
+#pragma unroll
+        for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+            entries[lookup] = entry_of(batch, lookup);
+            ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
+        }
+        for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
+            const unsigned entry = tile * BLOCK_KEYS / PAGE_KEYS;
+            if (entry / TABLE_BATCH != batch) {
+                batch += BATCH_STEP;
+#pragma unroll
+                for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+                    entries[lookup] = ahead[lookup];
+                    ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
+                }
+            }
+            int pages[PAGES];
+#pragma unroll
+            for (unsigned i = 0; i < PAGES; ++i) pages[i] = __shfl_sync(0xffffffff, entries[i / 32], (entry + i) % 32);
+#pragma unroll 1
+            for (unsigned part = 0; part < 2 * TILE_SLOTS; ++part) {
+                // Keys past the end arrive as zeros and count as bytes.
+                wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
+                const unsigned landed = full + at.slot * MBARRIER_BYTES;
+                // One thread, and every copy written out: a lane for each would have them issued one by one as well, by a loop.
+                if (ptx_elect_sync()) {
+                    ptx_mbarrier_arrive_expect_tx(landed, COPY_BYTES);
+                    ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, 0, tile * BLOCK_KEYS % PAGE_KEYS,
+                                    part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, pages[0]);
+                }
+                at.advance(Tile::SLOTS_PER_RING);
+            }
+        }
+        const Share share = share_of(item, warpgroup);
+        if (item.used == 1 || !share.any()) continue;
+        wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
+        verdict_parity ^= 1;
+        const unsigned merges = reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup];
+        // Orders every lane's read before the announcements of one of them, after which the consumers may write the next answer.
+        __syncwarp();
+        if (!merges) continue;
+        // The partitions were written by ordinary stores, which the verdict has made visible here; these copies belong to the other proxy.
+        ptx_fence_proxy_async_global();
+        const float* partial = workspace.o + (unsigned long long)item.query_tile * p.partitions * (O_BLOCKS * Tile::BLOCK_FLOATS);
+#pragma unroll 1
+        for (unsigned block = 0; block < item.used * O_BLOCKS; block += Tile::PIECE_BLOCKS) {
+            if (!share.has(block % O_BLOCKS)) continue;
+            wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
+            const unsigned landed = full + at.slot * MBARRIER_BYTES;
+            if (ptx_elect_sync()) ptx_mbarrier_arrive_expect_tx(landed, Tile::PIECE_BYTES);
+            if (ptx_elect_sync()) ptx_bulk_load(ring + at.slot * SLOT_BYTES, partial + (unsigned long long)block * Tile::BLOCK_FLOATS, Tile::PIECE_BYTES, landed);
+            at.advance(Tile::SLOTS_PER_RING);
+        }
+    }
+}
+
+// Loads the query tile of every item, a buffer ahead of the consumers where there are two.
+// One thread runs it.
+// Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes.
+template <class Tile>
+__device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem) {
+    // Rows of the box outside the tensor (heads past the group, positions past q_len) arrive as zeros and count as bytes.
+    const unsigned bytes = Q_CHUNKS * p.tile_positions * p.tile_heads * 128;
+    Cursor at;
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
+        const Item item = item_at(p, index);
+        if (!has_work(p, item)) continue;
+        const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
+        wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
+        ptx_mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll 1
+        for (unsigned chunk = 0; chunk < Q_CHUNKS; ++chunk)
+            ptx_tma_load_5d(smem + Tile::Q_OFFSET + at.slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position,
+                            item.kv_head, item.batch);
+        at.advance(Tile::Q_BUFFERS);
+    }
+}
+
+// --- rows of a fragment ----------------------------------------------------------------------------------------------
+
+// The fragment rows of a lane, reduced over the 8 lanes that hold the same ones (of other keys): every step keeps half of the rows and
+// passes the rest on, so that each lane is left with one row, the same in 8 / LANE_ROWS lanes.
+// Lane 4 g + c gets fragment row i = g LANE_ROWS / 8, which is query row 8 (i / 2) + 2 c + i % 2.
+template <class Tile, bool MAXIMUM>
+__device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], unsigned lane) {
+#pragma unroll
+    for (unsigned step = 0; step < 3; ++step) {
+        const unsigned mask = 16 >> step;
+        if (step < Tile::LANE_ROWS_LOG2) {
+            const unsigned half = Tile::LANE_ROWS >> (step + 1);
+            const bool upper = lane & mask;
+#pragma unroll
+            for (unsigned i = 0; i < half; ++i) {
+                const float given = upper ? rows[i] : rows[i + half];
+                const float kept = upper ? rows[i + half] : rows[i];
+                const float received = __shfl_xor_sync(0xffffffff, given, mask);
+                rows[i] = MAXIMUM ? fmaxf(kept, received) : kept + received;
+            }
+        } else {
+            const float received = __shfl_xor_sync(0xffffffff, rows[0], mask);
+            rows[0] = MAXIMUM ? fmaxf(rows[0], received) : rows[0] + received;
+        }
+    }
+    return rows[0];
+}
+
+// The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
+template <class Tile>
+__device__ __forceinline__ float row_value(float mine, unsigned i, unsigned lane) {
+    return __shfl_sync(0xffffffff, mine, (lane & 3) + 4 * (i << (3 - Tile::LANE_ROWS_LOG2)));
+}
+
+// --- operand tiles ---------------------------------------------------------------------------------------------------
+
+// The low word of the descriptor of the swizzled tile at this shared address; adding 16-byte units moves the tile.
+__device__ __forceinline__ unsigned descriptor_low(unsigned address) {
+    return DESCRIPTOR_LOW | address / DESCRIPTOR_UNIT;
+}
+
+__device__ __forceinline__ unsigned long long descriptor(unsigned low) {
+    return (unsigned long long)DESCRIPTOR_HIGH << 32 | low;
+}
+
+__device__ __forceinline__ unsigned pack_p(float low, float high) {
+    return ptx_cvt_f16x2(low, high);
+}
+
+// Writes a fragment as a [ROWS][64] tile of 16-bit elements, 128-byte swizzle: P for the next MMA, or a 64-column chunk of O.
+// stmatrix transposes: matrix 2 j + h is M indices 16 w + 8 h .. + 7 of query rows 8 j .. 8 j + 7; each row of the tile gets 16 bytes.
+template <class Tile, unsigned (*pack)(float, float)>
+__device__ __forceinline__ void store_fragment(const float (&fragment)[Tile::FRAGMENT], unsigned tile, unsigned warp, unsigned lane) {
+    const unsigned matrix = lane / 8 % Tile::STMATRIX_MATRICES;
+    const unsigned row = matrix / 2 * 8 + lane % 8;
+    const unsigned address = tile + row * 128 + ((warp * 2 + matrix % 2) ^ (lane % 8)) * 16;
+#pragma unroll
+    for (unsigned store = 0; store < Tile::STMATRIX_COUNT; ++store) {
+        unsigned packed[Tile::STMATRIX_MATRICES];
+#pragma unroll
+        for (unsigned m = 0; m < Tile::STMATRIX_MATRICES; ++m) {
+            const unsigned pair = store * 2 * Tile::STMATRIX_MATRICES + m * 2;
+            packed[m] = pack(fragment[pair], fragment[pair + 1]);
+        }
+        ptx_stmatrix_trans(address + store * (Tile::STMATRIX_MATRICES / 2 * 8 * 128), packed);
+    }
+}
+
+// --- consumer --------------------------------------------------------------------------------------------------------
+
+// Four registers of a fragment: query rows i = 2 quad and 2 quad + 1, each at two M indices.
+template <class Tile>
+__device__ __forceinline__ float4 quad_of(const float (&fragment)[Tile::FRAGMENT], unsigned quad) {
+    return make_float4(fragment[quad * 4], fragment[quad * 4 + 1], fragment[quad * 4 + 2], fragment[quad * 4 + 3]);
+}
+
+// What a consumer warp knows about its place.
+struct Place {
+    unsigned warpgroup, warp, lane;  // warp within the warpgroup: its key slice and depth band
+    unsigned ring, full, empty;      // shared addresses of the warpgroup's ring
+    unsigned p_tiles, verdict;
+    float* exchange;
+    unsigned char* smem_bytes;
+    unsigned smem;
+};
+
+// Softmax state of a tile: of one query row a lane (the row of reduce_rows), and of the fragment rows.
+template <class Tile>
+struct Rows {
+    float maximum;               // agreed on last for the row, in units of log2; bit-equal in the four warps
+    float offset[Tile::LANE_ROWS];     // -maximum of each fragment row, 0 while there is no key
+    float sum[Tile::LANE_ROWS];        // of this lane's own probabilities
+    unsigned exchange_seq;       // never restarts: see exchange
+};
+
+// K and V are e4m3 and reach the MMAs through registers: ldmatrix reads a slot's bytes two to an element, they become float16, which has
+// every e4m3, and are the A of a wgmma. Q and P are float16 as well. A batch is what four wgmma take: 64 depth columns of K, each warp its
+// 16 keys, or 64 keys of V, each warp its 16 of 64 columns. Two things differ from an A in shared memory:
+//     a lane has 4 neighbouring columns of K where the MMA wants 2 and the 2 that are 8 further on: K and Q agree on another order of the 16
+//     columns of a step (prepare_queries);
+//     a lane has 2 neighbouring columns of V: M index 16 w + 8 h + g of a block of O is column 16 w + 2 g + h (store_columns).
+
+// The 16-byte unit u of row r of a swizzled chunk of K or V lies at unit u ^ swizzle(r).
+__device__ __forceinline__ unsigned swizzle(unsigned row) {
+    return row / (128 / ROW_BYTES) % (ROW_BYTES / 16);
+}
+
+__device__ __forceinline__ unsigned half_pair(unsigned pair) {
+    return ptx_cvt_f16x2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
+
+// Q in place, from bfloat16 to float16, its columns in the order that K has: of the 8 pairs of a step of 16 columns, those of even number first. All consumers
+// call it with their own `thread`.
+template <class Tile>
+__device__ __forceinline__ void prepare_queries(unsigned char* q_tile, unsigned thread) {
+    uint4* units = reinterpret_cast<uint4*>(q_tile);
+    for (unsigned step = thread; step < Q_CHUNKS * Tile::ROWS * K_STEPS; step += WARPGROUPS * 128) {
+        const unsigned row = step / K_STEPS;
+        uint4* low = units + row * 8 + ((step % K_STEPS * 2) ^ (row % 8));
+        uint4* high = units + row * 8 + ((step % K_STEPS * 2 + 1) ^ (row % 8));
+        const uint4 a = *low, b = *high;
+        *low = make_uint4(half_pair(a.x), half_pair(a.z), half_pair(b.x), half_pair(b.z));
+        *high = make_uint4(half_pair(a.y), half_pair(a.w), half_pair(b.y), half_pair(b.w));
+    }
+    ptx_fence_proxy_async();
+    // Orders every thread's part of Q before the MMAs that read it.
+    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
+}
+
+// Gives a slot back that this warp has read by ldmatrix. The copy that refills it belongs to the other proxy and could overtake those reads.
+__device__ __forceinline__ void release(const Place& at, unsigned slot) {
+    ptx_fence_proxy_async();
+    __syncwarp();
+    if (at.lane == 0) ptx_mbarrier_arrive(at.empty + slot * MBARRIER_BYTES);
+}
+
+// S^T = K . Q^T. Waits: `full` of each K slot (the copies of load_keys_values). Signals: `empty` of each.
+template <class Tile>
+__device__ __forceinline__ void scores(float (&s)[Tile::FRAGMENT], const Place& at, Cursor& ring, unsigned q_tile) {
+    const unsigned q_low = descriptor_low(q_tile);
+    // Matrix m of a load is keys 8 (m % 2) .. + 7 of the warp's 16, unit m / 2 of a pair of units.
+    const unsigned row = at.warp * 16 + at.lane % 16;
+    const unsigned own = at.ring + row * ROW_BYTES + (at.lane / 16 ^ swizzle(row)) * 16;
+    unsigned bytes[Tile::A_BUFFERS][2][4], a[Tile::A_BUFFERS][K_STEPS][4];
+    // With two buffers bytes are read a batch ahead, and a batch is converted while the one before it is multiplied.
+    const auto read = [&](unsigned batch) {
+        if (batch % SLOT_BATCHES == 0) wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);
+        const unsigned chunk = own + ring.slot * SLOT_BYTES + batch % SLOT_BATCHES / CHUNK_BATCHES * (BLOCK_KEYS * ROW_BYTES);
+#pragma unroll
+        for (unsigned pair = 0; pair < 2; ++pair) ptx_ldmatrix_x4(bytes[batch % Tile::A_BUFFERS][pair], chunk ^ (batch % CHUNK_BATCHES * 64 + pair * 32));
+    };
+    if (Tile::A_BUFFERS > 1) read(0);
+#pragma unroll
+    for (unsigned batch = 0; batch < BATCHES; ++batch) {
+        const unsigned slot = ring.slot;
+        if (Tile::A_BUFFERS == 1) read(batch);
+        if ((batch + 1) % SLOT_BATCHES == 0) ring.advance(Tile::SLOTS_PER_RING);
+        if (Tile::A_BUFFERS > 1 && batch + 1 < BATCHES) read(batch + 1);
+        // The group that read this A before is done.
+        if (batch >= Tile::A_BUFFERS) ptx_wgmma_wait_group<Tile::A_BUFFERS - 1>();
+#pragma unroll
+        for (unsigned step = 0; step < K_STEPS; ++step)
+#pragma unroll
+            for (unsigned half = 0; half < 2; ++half)
+#pragma unroll
+                for (unsigned h = 0; h < 2; ++h)
+                    a[batch % Tile::A_BUFFERS][step][half * 2 + h] = ptx_cvt_f16x2_e4m3x2((unsigned short)(bytes[batch % Tile::A_BUFFERS][step / 2][step % 2 * 2 + h] >> half * 16));
+        if ((batch + 1) % SLOT_BATCHES == 0) release(at, slot);
+        ptx_wgmma_fence();
+#pragma unroll
+        for (unsigned step = 0; step < K_STEPS; ++step)
+            ptx_wgmma_ra(s, a[batch % Tile::A_BUFFERS][step], descriptor(q_low + batch * Tile::Q_CHUNK_UNITS + step * K_STEP_UNITS), (batch | step) != 0);
+        ptx_wgmma_commit_group();
+    }
+    ptx_wgmma_wait_group<0>();
+}
+
+// O^T += V^T . P^T. Waits: `full` of each V slot (the copies of load_keys_values). Signals: `empty` of each.
+template <class Tile>
+__device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT], const Place& at, Cursor& ring, unsigned p_tile, int valid) {
+    const unsigned p_low = descriptor_low(p_tile);
+    // Matrix m of a load is keys 8 m .. + 7 of 32, the warp's unit of a block.
+    const unsigned own = at.ring + at.lane * ROW_BYTES + (at.warp ^ swizzle(at.lane)) * 16;
+    unsigned bytes[Tile::A_BUFFERS][2][4], a[Tile::A_BUFFERS][K_STEPS][4];
+    const auto read = [&](unsigned batch) {
+        if (batch % SLOT_BATCHES == 0) {
+            wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);
+            // What lies past the sequence's end may be no number: 0 of its probability would not make it 0. A warp clears what it reads.
+            if (valid < (int)BLOCK_KEYS) {
+                unsigned char* slot = at.smem_bytes + (at.ring - at.smem) + ring.slot * SLOT_BYTES;
+                for (unsigned key = at.lane; key < BLOCK_KEYS; key += 32)
+                    if ((int)key >= valid)
+#pragma unroll
+                        for (unsigned block = 0; block < SLOT_BATCHES; ++block)
+                            *reinterpret_cast<uint4*>(slot + (block / CHUNK_BATCHES * BLOCK_KEYS + key) * ROW_BYTES +
+                                                      ((block % CHUNK_BATCHES * 4 + at.warp) ^ swizzle(key)) * 16) = make_uint4(0, 0, 0, 0);
+                __syncwarp();
+            }
+        }
+        const unsigned chunk = own + ring.slot * SLOT_BYTES + batch % SLOT_BATCHES / CHUNK_BATCHES * (BLOCK_KEYS * ROW_BYTES);
+#pragma unroll
+        for (unsigned pair = 0; pair < 2; ++pair) ptx_ldmatrix_x4_trans(bytes[batch % Tile::A_BUFFERS][pair], (chunk ^ batch % CHUNK_BATCHES * 64) + pair * 32 * ROW_BYTES);
+    };
+    if (Tile::A_BUFFERS > 1) read(0);
+#pragma unroll
+    for (unsigned batch = 0; batch < BATCHES; ++batch) {
+        const unsigned slot = ring.slot;
+        if (Tile::A_BUFFERS == 1) read(batch);
+        if ((batch + 1) % SLOT_BATCHES == 0) ring.advance(Tile::SLOTS_PER_RING);
+        if (Tile::A_BUFFERS > 1 && batch + 1 < BATCHES) read(batch + 1);
+        // The group that read this A before is done.
+        if (batch >= Tile::A_BUFFERS) ptx_wgmma_wait_group<Tile::A_BUFFERS - 1>();
+#pragma unroll
+        for (unsigned step = 0; step < K_STEPS; ++step)
+#pragma unroll
+            for (unsigned half = 0; half < 2; ++half) {
+                // Two keys of two columns: the MMA wants the keys of a column side by side.
+                const unsigned columns = __byte_perm(bytes[batch % Tile::A_BUFFERS][step / 2][step % 2 * 2 + half], 0, 0x3120);
+#pragma unroll
+                for (unsigned h = 0; h < 2; ++h) a[batch % Tile::A_BUFFERS][step][half * 2 + h] = ptx_cvt_f16x2_e4m3x2((unsigned short)(columns >> h * 16));
+            }
+        if ((batch + 1) % SLOT_BATCHES == 0) release(at, slot);
+        ptx_wgmma_fence();
+#pragma unroll
+        for (unsigned step = 0; step < K_STEPS; ++step)
+            ptx_wgmma_ra(o[batch], a[batch % Tile::A_BUFFERS][step], descriptor(p_low + step * K_STEP_UNITS), true);
+        ptx_wgmma_commit_group();
+    }
+    ptx_wgmma_wait_group<0>();
+}
+
+// Writes a block of O as a [ROWS][64] tile of 16-bit elements, 128-byte swizzle: a lane has two neighbouring columns.
+template <class Tile, unsigned (*pack)(float, float)>
+__device__ __forceinline__ void store_columns(const float (&fragment)[Tile::FRAGMENT], unsigned tile, const Place& at) {
+#pragma unroll
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        const unsigned row = i / 2 * 8 + at.lane % 4 * 2 + i % 2;
+        const unsigned address = tile + row * 128 + ((at.warp * 2 + at.lane / 16) ^ (row % 8)) * 16 + at.lane / 4 % 4 * 4;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(pack(fragment[i / 2 * 4 + i % 2], fragment[i / 2 * 4 + 2 + i % 2])) : "memory");
+    }
+}
+
+// Scales of this lane's keys in a key tile, those of fragment register r at h = r / 2 % 2. That of V joins the exponent, so that P has it and
+// a maximum is one of what P becomes; row sums take it out again.
+struct KeyScales {
+    float k[SCALES], log2_v[SCALES], inverse_v[SCALES];
+};
+
+// Looks scales up: pages two key tiles ahead, their scales one, so that no key tile waits for memory.
+struct ScaleReader {
+    const int* table;  // of the item's sequence
+    const float* k_scale;
+    const float* v_scale;
+    unsigned kv_heads, kv_head, keys, end_tile, key;  // key: of this lane in a key tile
+    int pages[SCALES];
+
+    __device__ __forceinline__ void look_up(unsigned tile) {
+#pragma unroll
+        for (unsigned h = 0; h < SCALES; ++h) {
+            const unsigned at = tile * BLOCK_KEYS + key + h * 8;
+            pages[h] = tile < end_tile && at < keys ? table[at / PAGE_KEYS] : -1;
+        }
+    }
+    __device__ __forceinline__ void read(float (&k)[SCALES], float (&v)[SCALES]) const {
+#pragma unroll
+        for (unsigned h = 0; h < SCALES; ++h) {
+            const long long index = (long long)pages[h] * kv_heads + kv_head;
+            k[h] = pages[h] < 0 ? 1.0f : k_scale[index];
+            v[h] = pages[h] < 0 ? 1.0f : v_scale[index];
+        }
+    }
+};
+
+__device__ __forceinline__ KeyScales key_scales(const float (&k)[SCALES], const float (&v)[SCALES]) {
+    KeyScales scales;
+#pragma unroll
+    for (unsigned h = 0; h < SCALES; ++h) {
+        scales.k[h] = k[h];
+        // A page of zeros may have scale 0, whose logarithm is none.
+        const float positive = fmaxf(v[h], SMALLEST_V_SCALE);
+        scales.log2_v[h] = ptx_lg2_approx_ftz(positive);
+        scales.inverse_v[h] = ptx_rcp_approx_ftz(positive);
+    }
+    return scales;
+}
+
+// Scores of keys that a row does not see become -inf: keys past the end.
+template <class Tile>
+__device__ __forceinline__ void mask_scores(float (&s)[Tile::FRAGMENT], const Problem& p, const Item& item, const Place& at, unsigned tile) {
+    const int key = (int)(tile * BLOCK_KEYS + at.warp * 16 + at.lane / 4);
+#pragma unroll
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        const int seen = (int)item.keys;
+#pragma unroll
+        for (unsigned h = 0; h < 2; ++h)
+            if (key + (int)(8 * h) >= seen) s[i / 2 * 4 + h * 2 + i % 2] = MINUS_INFINITY;
+    }
+}
+
+// Agrees on the rows' maxima within the warpgroup, and brings sums and O to a new maximum's scale where one grew.
+template <class Tile>
+__device__ __forceinline__ void agree_on_maxima(const float (&s)[Tile::FRAGMENT], float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Place& at,
+                                                float scale_log2e) {
+    float seen[Tile::LANE_ROWS];
+#pragma unroll
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) seen[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]);
+    const float mine = fmaxf(rows.maximum, reduce_rows<Tile, true>(seen, at.lane));
+    const float maximum = fa4_ws_exchange4_max(mine, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
+
+    // The maxima are bit-equal in the four warps, so the vote is the same in each: the branch is the warpgroup's.
+    if (__any_sync(0xffffffff, maximum > rows.maximum)) {
+        // A row without a key so far has maximum -inf; offset 0 keeps its probabilities at 2^-inf = 0 instead of 2^(inf - inf).
+        const float offset = maximum == MINUS_INFINITY ? 0.0f : -maximum;
+        const float factor = ptx_ex2_approx_ftz(rows.maximum + offset);
+        rows.maximum = maximum;
+#pragma unroll
+        for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+            rows.offset[i] = row_value<Tile>(offset, i, at.lane);
+            const float row_factor = row_value<Tile>(factor, i, at.lane);
+            rows.sum[i] *= row_factor;
+#pragma unroll
+            for (unsigned block = 0; block < O_BLOCKS; ++block) {
+                o[block][i / 2 * 4 + i % 2] *= row_factor;
+                o[block][i / 2 * 4 + 2 + i % 2] *= row_factor;
+            }
+        }
+    }
+}
+
+// The exponent of a score's probability, against its row's maximum.
+__device__ __forceinline__ float exponent(float score, float offset, float scale_log2e) {
+    return score + offset;
+}
+
+// Turns scores into probabilities, against the maxima agreed on last: exact as long as no exponent passes LAZY_LIMIT, since the reference
+// of a softmax cancels. The barrier that hands P over is also the vote on that, so that a tile without growth has no exchange.
+// first: the warpgroup's first key tile of the item. It settles the maxima of all rows: a row that sees no key of it sees none at all.
+template <class Tile>
+__device__ __forceinline__ void softmax(float (&s)[Tile::FRAGMENT], float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Place& at,
+                                        unsigned p_tile, bool first, float scale_log2e, const KeyScales& scales) {
+    if (!first) {
+        float probability[Tile::FRAGMENT];
+        float top = MINUS_INFINITY;
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
+            const float x = exponent(s[r], rows.offset[r / 4 * 2 + r % 2], scale_log2e);
+            top = fmaxf(top, x);
+            probability[r] = ptx_ex2_approx_ftz(x);
+        }
+        store_fragment<Tile, pack_p>(probability, p_tile, at.warp, at.lane);
+        ptx_fence_proxy_async();
+        // Orders the four warps' parts of P before the MMAs that read them; the vote is the same in every thread.
+        if (!ptx_bar_red_or(TILE_BARRIER + at.warpgroup, 128, top > LAZY_LIMIT)) {
+#pragma unroll
+            for (unsigned r = 0; r < Tile::FRAGMENT; ++r) rows.sum[r / 4 * 2 + r % 2] += probability[r] * scales.inverse_v[r / 2 % 2 % SCALES];
+            return;
+        }
+    }
+    agree_on_maxima(s, o, rows, at, scale_log2e);
+#pragma unroll
+    for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
+        s[r] = ptx_ex2_approx_ftz(exponent(s[r], rows.offset[r / 4 * 2 + r % 2], scale_log2e));
+        rows.sum[r / 4 * 2 + r % 2] += s[r] * scales.inverse_v[r / 2 % 2 % SCALES];
+    }
+    store_fragment<Tile, pack_p>(s, p_tile, at.warp, at.lane);
+    ptx_fence_proxy_async();
+    // Orders the four warps' parts of P before the MMAs that read them.
+    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+}
+
+__device__ __forceinline__ unsigned pack_out(float low, float high) {
+    return ptx_cvt_bf16x2(low, high);
+}
+
+// Level 2: the two warpgroups' O and (m, l) become one, in the blocks that each of them finishes. Both call it, or neither.
+template <class Tile>
+__device__ __forceinline__ void merge_warpgroups(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& maximum, float& sum, const Place& at,
+                                                 float scale_log2e) {
+    float4* merge_o = reinterpret_cast<float4*>(at.smem_bytes + Tile::MERGE_O_OFFSET) + at.warp * 32 + at.lane;
+    float2* merge_ml = reinterpret_cast<float2*>(at.smem_bytes + Tile::MERGE_ML_OFFSET) + at.lane;
+    // Orders the reads of the previous item's handover before the writes of this one.
+    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+        if ((block < KEPT_BLOCKS) == (at.warpgroup == 1))
+#pragma unroll
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad)
+                merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128] = quad_of<Tile>(o[block], quad);
+    if (at.warp == 0) merge_ml[at.warpgroup * 32] = make_float2(maximum, sum);
+    // Orders both handovers before their reads, and the last Q . K of both warpgroups before O is staged over Q.
+    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
+    const float2 first = merge_ml[0];
+    const float2 second = merge_ml[32];
+    maximum = fmaxf(first.x, second.x);
+    // No key at all: both factors are 2^-inf = 0, and so is the sum.
+    const float offset = maximum == MINUS_INFINITY ? 0.0f : -maximum;
+    const float first_factor = ptx_ex2_approx_ftz(first.x + offset);
+    const float second_factor = ptx_ex2_approx_ftz(second.x + offset);
+    sum = __fmaf_rn(second_factor, second.y, __fmul_rn(first_factor, first.y));
+    float ours[Tile::LANE_ROWS], theirs[Tile::LANE_ROWS];
+#pragma unroll
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        ours[i] = row_value<Tile>(at.warpgroup == 0 ? first_factor : second_factor, i, at.lane);
+        theirs[i] = row_value<Tile>(at.warpgroup == 0 ? second_factor : first_factor, i, at.lane);
+    }
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+        if ((block < KEPT_BLOCKS) == (at.warpgroup == 0))
+#pragma unroll
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad) {
+                const float4 other = merge_o[(block * (Tile::FRAGMENT / 4) + quad) * 128];
+                float* own = &o[block][quad * 4];
+                own[0] = __fmaf_rn(theirs[quad * 2], other.x, __fmul_rn(ours[quad * 2], own[0]));
+                own[1] = __fmaf_rn(theirs[quad * 2 + 1], other.y, __fmul_rn(ours[quad * 2 + 1], own[1]));
+                own[2] = __fmaf_rn(theirs[quad * 2], other.z, __fmul_rn(ours[quad * 2], own[2]));
+                own[3] = __fmaf_rn(theirs[quad * 2 + 1], other.w, __fmul_rn(ours[quad * 2 + 1], own[3]));
+            }
+}
+
+// Writes this partition's O and LSE to the workspace. True in the CTA that is the last of the query tile to do so: it merges all of them.
+// Signals: `verdict`, to the ring's producer.
+template <class Tile>
+__device__ __forceinline__ bool publish(const float (&o)[O_BLOCKS][Tile::FRAGMENT], float log2_lse, const Problem& p, const Item& item,
+                                        const Place& at, const Share& share, const Workspace& workspace) {
+    const unsigned slot = item.query_tile * p.partitions + item.partition;
+    float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)slot * (O_BLOCKS * Tile::BLOCK_FLOATS));
+    partial += at.warp * 32 + at.lane;
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+        if (share.has(block))
+#pragma unroll
+            for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad)
+                partial[(block * (Tile::FRAGMENT / 4) + quad) * 128] = quad_of<Tile>(o[block], quad);
+    if (at.warpgroup == 0 && at.warp == 0) workspace.lse[slot * 32 + at.lane] = log2_lse;
+    // The merging CTA's copy engine reads what these ordinary stores write.
+    ptx_fence_proxy_async_global();
+    unsigned* last = reinterpret_cast<unsigned*>(at.smem_bytes + Tile::LAST_OFFSET);
+    // Orders every thread's part of the partition before the arrival, which releases them all.
+    ptx_bar_sync(share.barrier, share.threads);
+    if (at.warpgroup == 0 && at.warp == 0 && ptx_elect_sync())
+        last[0] = arrive_last(workspace.arrived + item.query_tile, workspace.launch, item.used);
+    // Orders the answer, and with it the other partitions, before every thread's reads.
+    ptx_bar_sync(share.barrier, share.threads);
+    const unsigned answer = last[0];
+    if (at.warp == 0 && ptx_elect_sync()) {
+        last[1 + at.warpgroup] = answer;
+        ptx_mbarrier_arrive(at.verdict);
+    }
+    return answer != 0;
+}
+
+// O of all partitions of a query tile, in the order of the keys whichever CTA does it; returns the log2 of the LSE.
+// Waits: `full` of each slot (the pieces that load_keys_values copies). Signals: `empty` of each.
+template <class Tile>
+__device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRAGMENT], const Problem& p, const Item& item, const Place& at,
+                                                  Cursor& ring, const Share& share, const Workspace& workspace) {
+    float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET);
+    const float4* from = reinterpret_cast<const float4*>(workspace.lse + item.query_tile * p.partitions * 32);
+    const unsigned thread = (share.threads == 128 ? 0 : at.warpgroup * 128) + at.warp * 32 + at.lane;
+    for (unsigned i = thread; i < item.used * 8; i += share.threads) all[i] = from[i];
+    // Orders the LSEs' stores to shared memory before their reads.
+    ptx_bar_sync(share.barrier, share.threads);
+    const float* lse = reinterpret_cast<const float*>(all) + at.lane;
+    float top = MINUS_INFINITY;
+    for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * 32]);
+    const float reference = top == MINUS_INFINITY ? 0.0f : -top;
+    float sum = 0.0f;
+    for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * 32] + reference);
+    const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
+#pragma unroll 1
+    for (unsigned i = 0; i < item.used; ++i) {
+        const float mine = ptx_ex2_approx_ftz(lse[i * 32] + reference) * inverse;
+        float weight[Tile::LANE_ROWS];
+#pragma unroll
+        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(mine, row, at.lane);
+#pragma unroll
+        for (unsigned piece = 0; piece < O_BLOCKS; piece += Tile::PIECE_BLOCKS)
+            if (share.has(piece)) {
+                wait(at.full + ring.slot * MBARRIER_BYTES, ring.parity);
+                const unsigned offset = at.ring - at.smem + ring.slot * SLOT_BYTES;
+                const float4* parts = reinterpret_cast<const float4*>(at.smem_bytes + offset) + at.warp * 32 + at.lane;
+#pragma unroll
+                for (unsigned block = 0; block < Tile::PIECE_BLOCKS; ++block)
+#pragma unroll
+                    for (unsigned quad = 0; quad < Tile::FRAGMENT / 4; ++quad) {
+                        const float4 part = parts[(block * (Tile::FRAGMENT / 4) + quad) * 128];
+                        float* own = &o[piece + block][quad * 4];
+                        own[0] = __fmaf_rn(weight[quad * 2], part.x, own[0]);
+                        own[1] = __fmaf_rn(weight[quad * 2 + 1], part.y, own[1]);
+                        own[2] = __fmaf_rn(weight[quad * 2], part.z, own[2]);
+                        own[3] = __fmaf_rn(weight[quad * 2 + 1], part.w, own[3]);
+                    }
+                // These were ordinary reads; the copy that refills the slot belongs to the other proxy and could overtake them.
+                ptx_fence_proxy_async();
+                __syncwarp();
+                if (at.lane == 0) ptx_mbarrier_arrive(at.empty + ring.slot * MBARRIER_BYTES);
+                ring.advance(Tile::SLOTS_PER_RING);
+            }
+    }
+    return top + ptx_lg2_approx_ftz(sum);
+}
+
+// Row sums, the merge of the two warpgroups, normalisation, the merge of the partitions, O and LSE of an item.
+// O is staged where Q was: all of this item's Q . K have been waited for, by both warpgroups.
+template <class Tile>
+__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
+                                       Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
+                                       unsigned out_tile, float scale_log2e) {
+    // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
+    const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
+    float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
+    float maximum = rows.maximum;
+    const Share share = share_of(item, at.warpgroup);
+    if (!share.any()) return;
+    if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
+
+    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const bool padding = row >= p.tile_heads * p.tile_positions;
+    // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
+    const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
+#pragma unroll
+    for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
+        const float row_inverse = row_value<Tile>(inverse, i, at.lane);
+#pragma unroll
+        for (unsigned block = 0; block < O_BLOCKS; ++block) {
+            o[block][i / 2 * 4 + i % 2] *= row_inverse;
+            o[block][i / 2 * 4 + 2 + i % 2] *= row_inverse;
+        }
+    }
+    // m scale log2(e) + log2(l); without a key both terms are -inf.
+    float log2_lse = maximum + ptx_lg2_approx_ftz(sum);
+    unsigned first_block = 0, blocks = O_BLOCKS;
+    bool writes_lse = at.warp == 0 && at.warpgroup == 0;
+    if (item.used > 1) {
+        if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
+        log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
+    }
+
+#pragma unroll
+    for (unsigned block = 0; block < O_BLOCKS; ++block)
+        if (share.has(block) && block < blocks)
+            store_columns<Tile, pack_out>(o[block], out_tile + (first_block + block) * Tile::Q_CHUNK_BYTES, at);
+    ptx_fence_proxy_async();
+    // Orders the warpgroup's part of the O tile before the copies that read it.
+    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+    if (at.warp == 0 && ptx_elect_sync()) {
+#pragma unroll 1
+        for (unsigned chunk = 0; chunk < OUT_CHUNKS; ++chunk)
+            // Rows of the box outside the tensor are dropped.
+            if (share.has(chunk / CHUNKS_PER_BLOCK) && chunk / CHUNKS_PER_BLOCK - first_block < blocks)
+                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head,
+                                 item.batch);
+        ptx_bulk_commit_group();
+        // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
+        ptx_bulk_wait_group_read();
+    }
+    __syncwarp();
+
+    // One lane a row writes the LSE, in natural units.
+    const unsigned position = item.position + row / p.tile_heads;
+    const unsigned head = item.head + row % p.tile_heads;
+    const bool first_lane = (at.lane / 4 & ((8 >> Tile::LANE_ROWS_LOG2) - 1)) == 0;
+    if (writes_lse && first_lane && !padding && position < p.q_len && head < p.group) {
+        const unsigned long long q_head = (unsigned long long)(item.batch * p.kv_heads + item.kv_head) * p.group + head;
+        lse[q_head * p.q_len + position] = log2_lse * LN2;
+    }
+}
+
+// Attends: for every item the key tiles of this warpgroup, then O and LSE.
+// Waits: `q_full` (load_queries), `full` of the ring's slots (load_keys_values). Signals: `empty` of each slot, `q_empty` once an item.
+template <class Tile>
+__device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
+                                       unsigned char* smem_bytes, unsigned smem, unsigned warpgroup, unsigned warp, unsigned lane,
+                                       float launch_scale, const float* k_scale, const float* v_scale) {
+    const unsigned first_slot = warpgroup * Tile::SLOTS_PER_RING;
+    const Place at{warpgroup,
+                   warp,
+                   lane,
+                   smem + Tile::RING_OFFSET + first_slot * SLOT_BYTES,
+                   smem + Tile::FULL_OFFSET + first_slot * MBARRIER_BYTES,
+                   smem + Tile::EMPTY_OFFSET + first_slot * MBARRIER_BYTES,
+                   smem + Tile::P_OFFSET + warpgroup * P_BUFFERS * Tile::Q_CHUNK_BYTES,
+                   smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES,
+                   reinterpret_cast<float*>(smem_bytes + Tile::EXCHANGE_OFFSET),
+                   smem_bytes,
+                   smem};
+
+    Cursor ring, q;
+    Rows<Tile> rows;
+    rows.exchange_seq = 0;
+    float o[O_BLOCKS][Tile::FRAGMENT];
+    float s[Tile::FRAGMENT];
+    unsigned p_buffer = 0;
+#pragma unroll 1
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
+        const Item item = item_at(p, index);
+        if (!has_work(p, item)) continue;
+        const float scale_log2e = launch_scale;
+        ScaleReader reader{p.block_table + (unsigned long long)item.batch * p.table_pages, k_scale, v_scale, p.kv_heads, item.kv_head, item.keys, item.end_tile,
+                           warp * 16};
+        float next_k[SCALES], next_v[SCALES];
+        reader.look_up(item.first_tile + warpgroup);
+        reader.read(next_k, next_v);
+        reader.look_up(item.first_tile + warpgroup + WARPGROUPS);
+        rows.maximum = MINUS_INFINITY;
+#pragma unroll
+        for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) rows.offset[i] = rows.sum[i] = 0.0f;
+#pragma unroll
+        for (unsigned block = 0; block < O_BLOCKS; ++block)
+#pragma unroll
+            for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
+
+        const unsigned q_tile = smem + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES;
+        wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
+        prepare_queries<Tile>(smem_bytes + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES, warpgroup * 128 + warp * 32 + lane);
+#pragma unroll 1
+        for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
+            const KeyScales scales = key_scales(next_k, next_v);
+            reader.read(next_k, next_v);
+            reader.look_up(tile + 2 * WARPGROUPS);
+            scores<Tile>(s, at, ring, q_tile);
+#pragma unroll
+            for (unsigned r = 0; r < Tile::FRAGMENT; ++r) {
+                const unsigned h = r / 2 % 2 % SCALES;
+                s[r] = __fmaf_rn(s[r], scales.k[h] * scale_log2e, scales.log2_v[h]);
+            }
+            if ((int)((tile + 1) * BLOCK_KEYS) > item.all_see) mask_scores<Tile>(s, p, item, at, tile);
+            // Two P tiles: a warp ahead writes one while another's MMAs still read the other; with a barrier a tile none is two ahead.
+            const unsigned p_tile = at.p_tiles + p_buffer * Tile::Q_CHUNK_BYTES;
+            p_buffer ^= 1;
+            softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup, scale_log2e, scales);
+            accumulate<Tile>(o, at, ring, p_tile, (int)(item.keys - tile * BLOCK_KEYS));
+        }
+        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, scale_log2e);
+        if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        q.advance(Tile::Q_BUFFERS);
+    }
+}
+
+// --- entries ---------------------------------------------------------------------------------------------------------
+
+// q_map, out_map  [batch][kv_heads][q_len][group][DEPTH], box 1 x 1 x positions x heads x 128 bytes, 128-byte swizzle
+// k_map, v_map    [batch][kv_heads][DEPTH / ROW_BYTES][keys][ROW_BYTES], box 1 x 1 x SLOT_CHUNKS x BLOCK_KEYS x ROW_BYTES, swizzle of ROW_BYTES
+// lse             [batch][kv_heads * group][q_len] float, natural logarithm
+// partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last four are not read
+// launch: a number that rises with every launch that uses the workspace, see arrive_last
+// partial_o, partial_lse, arrived: see Workspace. It belongs to one launch at a time, so to a stream; `arrived` is 0 at first, and after a launch.
+// Grid: any number of CTAs; CTA c takes items c, c + gridDim.x, ... Block: THREADS.
+template <class Tile>
+__device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
+                                          const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
+                                          unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
+                                          const Workspace& workspace, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
+    // The same in all lanes; the shuffle lets the compiler know.
+    const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const unsigned lane = threadIdx.x % 32;
+    Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS);
+
+    p.block_table = block_table;
+    p.table_pages = table_pages;
+    p.key_lengths = key_lengths;
+
+    if (warp == 0 && ptx_elect_sync()) {
+        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
+            ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
+            ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
+        }
+        for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
+            ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
+            ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
+        }
+        for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup)
+            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);  // publish
+        ptx_fence_mbarrier_init();
+    }
+    // Tile rows that no box covers: zeros, once.
+    const unsigned used_rows = p.tile_heads * p.tile_positions;
+    if (used_rows < Tile::ROWS) {
+        for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += THREADS)
+            if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
+        ptx_fence_proxy_async();
+    }
+    // Orders the mbarriers' initialisation and the zeros before every role.
+    ptx_bar_sync(0, THREADS);
+
+    if (warp < WARPGROUPS * 4) {
+        ptx_setmaxnreg_inc<232>();
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, k_scale, v_scale);
+    } else {
+        ptx_setmaxnreg_dec<40>();
+        const unsigned producer = warp - WARPGROUPS * 4;
+        if (producer < WARPGROUPS) {
+            ptx_prefetch_tensormap(&k_map);
+            ptx_prefetch_tensormap(&v_map);
+            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane);
+        } else if (producer == WARPGROUPS && ptx_elect_sync()) {
+            load_queries<Tile>(p, &q_map, smem);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t8_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
+    attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t16_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
+    attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t32_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
+    attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
+}
