@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -409,9 +410,10 @@ class DecodedEntry:
                     code = Code(index, ins.line, ins.opcode)
                     self.full[index] = _noting(self.full[index], code, bits)
                     self.masked[index] = _noting(self.masked[index], code, bits)
-        self.slots = assembler.slots
         counts = entry.register_counts
         self.counts = {bits: counts.get(bits, 0) for bits in (1, 16, 32, 64, 128)}
+        self.slots = assembler.slots
+        self._lay_out()
         self.local_bytes = assembler.local_bytes
         self.exit_hooks: list[Callable[[Cta, Warp], None]] = []
         for hook in DECODE_HOOKS:
@@ -420,6 +422,33 @@ class DecodedEntry:
     def cta_exit(self, cta: Cta, warp: Warp) -> None:
         for hook in EXIT_HOOKS:
             hook(cta, warp)
+
+    def _lay_out(self) -> None:
+        """Where the entries of R come from, so that `attach` makes them in few steps: rows of banks seen as one type, then the rest."""
+        slots = self.slots
+        self.constants = [slot.value for slot in slots if slot.source == "const"]
+        self.made = [slot for slot in slots if slot.source in ("sink", "special")]
+        self.views = list(dict.fromkeys((slot.bits, slot.dtype, slot.stride, slot.part) for slot in slots if slot.source == "reg"))
+        first: dict[tuple[Any, ...], int] = {}
+        place = 0
+        for view in self.views:
+            first[view] = place
+            place += self.counts[view[0]] + (view[0] == 1)
+        constants, made = place, place + len(self.constants)
+        places = []
+        for slot in slots:
+            if slot.source == "reg":
+                places.append(first[slot.bits, slot.dtype, slot.stride, slot.part] + slot.index)
+            elif slot.source == "const":
+                places.append(constants)
+                constants += 1
+            else:
+                places.append(made)
+                made += 1
+        # itemgetter of one place gives no tuple.
+        self.chosen: Callable[[list[Any]], tuple[Any, ...]] = (
+            itemgetter(*places) if len(places) > 1 else lambda pool: tuple(pool[place] for place in places)
+        )
 
     def attach(self, warp: Warp) -> None:
         """Give a warp its registers: poison until written, predicates false."""
@@ -435,22 +464,17 @@ class DecodedEntry:
             warp.local = np.full((32, (self.local_bytes + 15) // 16 * 16), 0xFF, np.uint8)
             if warp.cta.check:
                 warp.local_written = np.zeros(warp.local.shape, np.bool_)
-        registers: list[Any] = []
-        for slot in self.slots:
-            if slot.source == "reg":
-                row = banks[slot.bits][slot.index]
-                view = row if row.dtype == slot.dtype else row.view(slot.dtype)
-                if slot.stride > 1:
-                    view = view[slot.part :: slot.stride]
-                registers.append(view)
-            elif slot.source == "const":
-                registers.append(slot.value)
-            elif slot.source == "sink":
-                registers.append(np.zeros(32, np.bool_) if slot.bits == 1 else np.zeros(32 * slot.bits // 8, np.uint8).view(slot.dtype))
+        pool: list[Any] = []
+        for bits, kind, stride, part in self.views:
+            pool.extend(banks[bits].view(kind)[:, part::stride])
+        pool += self.constants
+        for slot in self.made:
+            if slot.source == "sink":
+                pool.append(np.zeros(32, np.bool_) if slot.bits == 1 else np.zeros(32 * slot.bits // 8, np.uint8).view(slot.dtype))
             else:
                 name, dtype = slot.value
-                registers.append(special_register(warp, name).astype(dtype))
-        warp.R = registers
+                pool.append(special_register(warp, name).astype(dtype))
+        warp.R = list(self.chosen(pool))
 
 
 DECODE_HOOKS: list[Callable[[DecodedEntry], None]] = []
