@@ -221,7 +221,7 @@ def _measure_cell(gpu: Gpu, cell: Cell, config: Config, variants: Sequence[Varia
     """Checks and times every variant that is still in on one cell."""
     from .bench.measure import Checked, Own, Problem, check, time_all
 
-    problem = Problem(gpu, cell, config.dtype, causal=config.mask == "causal")
+    problem = Problem(gpu, cell.applied_to(config)[1], config.dtype, causal=config.mask == "causal")
     running: list[tuple[Variant, Own, Checked]] = []
     owned: list[Own] = []
     try:

@@ -112,7 +112,7 @@ def test_a_missing_or_binary_file_of_cells_is_refused(tmp_path):
 
 
 def test_shipped_series_are_the_documented_cells():
-    assert shipped_series() == ("decode", "published", "odd")
+    assert shipped_series() == ("decode", "published", "odd", "features", "models")
     decode = load_cells("decode")
     shapes = [(16, 8192, 1), (64, 2048, 1), (1, 32768, 1), (16, 8192, 4), (128, 4096, 1)]
     assert decode == [Cell(depth=d, batch=b, keys=k, q_len=q, heads=32, kv_heads=4) for d in (512, 256, 128) for b, k, q in shapes]
@@ -123,6 +123,12 @@ def test_shipped_series_are_the_documented_cells():
     assert {cell.keys for cell in odd} == {4095, 4096, 4097}
     assert {cell.q_len for cell in odd} == {1, 2, 3, 4}
     assert len({(cell.batch, cell.kv_heads) for cell in odd}) == 1
+    for series, names in (
+        ("features", ("d512", "d256", "d128_sk")),
+        ("models", ("gemma4_global", "gemma_sliding", "llama3", "qwen3", "gpt_oss")),
+    ):
+        for cell in load_cells(series):
+            assert command.with_features([load_config(name) for name in names if load_config(name).ov_depth == cell.depth], cell, "sm_90a")
 
 
 def test_cells_are_narrowed_to_the_configs_and_come_once():
@@ -308,8 +314,8 @@ def test_partition_counts_surround_the_sm_count(cell):
 def test_the_benchmark_kernels_compile(arch, half, kv8):
     module = compiler.compile_source(f"#define HALF {half}\n#define KV8 {kv8}\n{measure._source()}", arch, "kernels.cu")
     spans = {f"bench_read_{loads}x{steps}" for loads, steps in measure.CEILING_SPANS}
-    others = {"bench_delay", "bench_normal", "bench_normal_kv", "bench_scores", "bench_softmax", "bench_values", "bench_read_8x8"}
-    assert spans | others == set(module.kernels)
+    others = {"bench_delay", "bench_normal", "bench_normal_kv", "bench_scores", "bench_softmax", "bench_values", "bench_pages"}
+    assert spans | others | {"bench_read_8x8"} == set(module.kernels)
     for loads, steps in measure.CEILING_SPANS:
         span = measure.VECTOR_BYTES * measure.THREADS * loads * steps
         assert measure.CEILING_BYTES % span == 0, "the grid covers the buffer"
@@ -550,6 +556,31 @@ def text_of(console: Console) -> str:
     return console.file.getvalue()
 
 
+def test_a_cell_says_what_it_asks_of_a_config():
+    cell = parse_cell("depth=512,keys=8192,causal=true,page_size=16,key_lengths=true,window=1024,softcap=30,sinks=true")
+    assert str(cell) == "d512 b1 k8192 q1 h32/4 causal p16 len win1024 cap30 sinks"
+    assert cell.kv_bytes == 2 * 1024 * 4 * 512 * 2
+    config, full = cell.applied_to(load_config("d512").model_copy(update={"arch": ("sm_90a",)}))
+    assert full == cell
+    assert config.features() == ("paged", "key_lengths", "window", "softcap", "sinks")
+    assert (config.page_size, config.mask, config.window, config.softcap) == (16, "causal", 1024, 30.0)
+
+
+def test_a_cell_takes_on_the_features_of_a_config():
+    plain = Cell(depth=64, keys=8192, heads=64, kv_heads=8)
+    config, full = plain.applied_to(load_config("gpt_oss"))
+    assert config == load_config("gpt_oss")
+    assert full == replace(plain, causal=True, page_size=16, key_lengths=True, window=128, sinks=True)
+    # Key-split kernels have no features: no config for such a cell.
+    assert command.with_features([load_config("d64")], replace(plain, softcap=3.0), "sm_90a") == {}
+
+
+@pytest.mark.parametrize("text", ["page_size=17", "window=5", "softcap=-1", "sinks=1", "causal=yes", "causal=true,window=0"])
+def test_features_that_do_not_go_are_refused(text):
+    with pytest.raises(CellError, match=text.split(",")[-1].split("=")[0]):
+        parse_cell(f"depth=512,keys=64,{text}")
+
+
 def test_a_run_measures_reports_and_stores_every_cell(recorded_gpu, tmp_path):
     console, errors = consoles()
     options = command.BenchOptions(("d512", "d256"), ("depth=512,keys=64,batch=2",), "decode", tmp_path, "none", 7)
@@ -664,6 +695,25 @@ def test_the_device_reference_agrees_with_numpy(gpu, dtype, causal):
     assert abs(values.mean()) < 0.01
     assert abs(values.std() - 1) < 0.01
     assert abs((np.abs(values) < 1).mean() - 0.6827) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [{"window": 70, "sinks": True}, {"softcap": 2.0, "page_size": 16, "key_lengths": True}])
+def test_features_in_the_device_reference_and_in_our_kernel(gpu, features):
+    config, cell = Cell(depth=128, batch=2, keys=1025, q_len=5, heads=6, kv_heads=2, causal=True, **features).applied_to(
+        load_config("d128_sk").model_copy(update={"arch": (gpu.backend.arch,)})
+    )
+    problem = measure.Problem(gpu, cell, "bfloat16", causal=True)
+    q, k, v = (array.fetch() for array in (problem.q, problem.k, problem.v))
+    rules = {"window": cell.window, "softcap": cell.softcap, "sinks": problem.sinks}
+    out, lse = reference.attention(q, k, v, scale=problem.scale, causal=True, **rules)
+    assert np.abs(problem.out - out).max() < 1e-12
+    assert np.abs(problem.lse - lse).max() < 1e-12
+    own = measure.Own(problem, config, "fa4gen", measure.own_sources(config, gpu.backend.arch)[0])
+    assert measure.check(problem, own).error <= report.OUT_BOUND
+    assert own.lse_error() < 2e-3
+    own.free()
+    problem.free()
 
 
 @pytest.mark.gpu

@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from ..config import MAX_WINDOW, PAGE_SIZES, Config, parse_config
 from ..text import one_line
-
-if TYPE_CHECKING:
-    from ..config import Config
 
 DEPTHS = (64, 128, 256, 512)
 OPERAND_BYTES = {None: 2, "float8_e4m3fn": 1}  # of K and V by kv_dtype; None: as Q, bf16 or f16
@@ -35,8 +33,9 @@ class CellError(ValueError):
 class Cell:
     """One attention problem: q [batch, q_len, heads, depth] over k, v [batch, keys, kv_heads, depth].
 
-    published_us: a time in microseconds that others have published for it, or None. kv_dtype: of K and V where it is not that of Q; the
-    configs say.
+    published_us: a time in microseconds that others have published for it, or None.
+    The rest are features of a config, see there: K and V in pages of page_size keys, in no order; key_lengths read on the device, all of
+    them `keys`; causal; window; softcap; sinks; and kv_dtype, of K and V where it is not that of Q, which only configs say.
     """
 
     depth: int
@@ -47,6 +46,12 @@ class Cell:
     kv_heads: int = 4
     published_us: float | None = None
     kv_dtype: str | None = None
+    causal: bool = False
+    page_size: int | None = None
+    key_lengths: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -55,15 +60,43 @@ class Cell:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V: what any kernel has to read once."""
-        return 2 * self.batch * self.keys * self.kv_heads * self.depth * OPERAND_BYTES[self.kv_dtype]
+        """Bytes of K and V: what any kernel has to read once. With a window that is the keys in sight of any query."""
+        keys = self.keys if self.window is None else min(self.keys, self.window + self.q_len - 1)
+        return 2 * self.batch * keys * self.kv_heads * self.depth * OPERAND_BYTES[self.kv_dtype]
 
     def floor_us(self, ceiling_gbs: float) -> float:
         """Time in microseconds of reading K and V once at `ceiling_gbs` (10^9 bytes a second)."""
         return self.kv_bytes / (ceiling_gbs * 1e3)
 
     def __str__(self) -> str:
-        return f"d{self.depth} b{self.batch} k{self.keys} q{self.q_len} h{self.heads}/{self.kv_heads}" + (" kv8" if self.kv_dtype else "")
+        asked = {
+            "causal": self.causal,
+            f"p{self.page_size}": self.page_size is not None,
+            "len": self.key_lengths,
+            f"win{self.window}": self.window is not None,
+            f"cap{self.softcap:g}" if self.softcap else "": self.softcap is not None,
+            "sinks": self.sinks,
+            "kv8": self.kv_dtype is not None,
+        }
+        shape = f"d{self.depth} b{self.batch} k{self.keys} q{self.q_len} h{self.heads}/{self.kv_heads}"
+        return " ".join([shape, *(name for name, on in asked.items() if on)])
+
+    def applied_to(self, config: Config) -> tuple[Config, Cell]:
+        """The config with this cell's features beside its own, and the cell with the config's. Raises ConfigError where they do not go."""
+        asked: dict[str, Any] = {
+            "mask": "causal" if self.causal else None,
+            "kv_layout": "paged" if self.page_size else None,
+            "page_size": self.page_size,
+            "key_lengths": self.key_lengths or None,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks or None,
+        }
+        change = {name: value for name, value in asked.items() if value is not None and value != getattr(config, name)}
+        if change:
+            config = parse_config(config.model_dump() | change)
+        names = ("page_size", "key_lengths", "window", "softcap", "sinks")
+        return config, replace(self, causal=config.mask == "causal", **{name: getattr(config, name) for name in names})
 
 
 _FIELDS = tuple(field.name for field in fields(Cell) if field.name != "kv_dtype")
@@ -78,6 +111,18 @@ def _cell(given: Mapping[str, Any], where: str) -> Cell:
         if name == "published_us":
             if type(value) not in (int, float) or not 0 < value < 1e9:
                 raise CellError(where, f"{name} = {str(value)[:40]}: expected microseconds")
+        elif name in ("causal", "key_lengths", "sinks"):
+            if type(value) is not bool:
+                raise CellError(where, f"{name} = {str(value)[:40]}: expected true or false")
+        elif name == "softcap":
+            if type(value) not in (int, float) or not 0 < value < 1e9:
+                raise CellError(where, f"{name} = {str(value)[:40]}: expected a positive number")
+        elif name == "page_size":
+            if type(value) is not int or value not in PAGE_SIZES:
+                raise CellError(where, f"{name} = {str(value)[:40]}: expected {', '.join(map(str, PAGE_SIZES))}")
+        elif name == "window":
+            if type(value) is not int or not 1 <= value <= MAX_WINDOW:
+                raise CellError(where, f"{name} = {str(value)[:40]}: expected an integer from 1 to {MAX_WINDOW:,}")
         elif type(value) is not int or not 1 <= value <= MAX_COUNT:
             raise CellError(where, f"{name} = {str(value)[:40]}: expected an integer from 1 to {MAX_COUNT:,}")
     for name in ("depth", "keys"):
@@ -86,6 +131,8 @@ def _cell(given: Mapping[str, Any], where: str) -> Cell:
     cell = Cell(**given)
     if cell.depth not in DEPTHS:
         raise CellError(where, f"depth = {cell.depth}: expected {', '.join(map(str, DEPTHS))}")
+    if cell.window is not None and not cell.causal:
+        raise CellError(where, f"window = {cell.window}: it ends at the query's own position; set causal: true")
     if cell.heads % cell.kv_heads:
         raise CellError(where, f"heads = {cell.heads} is not a multiple of kv_heads = {cell.kv_heads}")
     if cell.kv_bytes > MAX_KV_BYTES:
@@ -105,7 +152,8 @@ def parse_cell(text: str) -> Cell:
         if name in given:
             raise CellError(where, f"{name} is given twice")
         try:
-            given[name] = float(value) if name == "published_us" else int(value)
+            flags = {"true": True, "false": False}
+            given[name] = flags[value] if value in flags else float(value) if name in ("published_us", "softcap") else int(value)
         except ValueError:
             given[name] = value
     return _cell(given, where)

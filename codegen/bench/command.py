@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from .. import compiler
-from ..config import Config, load_config, load_shipped, shipped_configs
+from ..config import Config, ConfigError, load_config, load_shipped, shipped_configs
 from ..files import write_whole
 from ..render import has_attention
 from ..text import one_line
@@ -37,7 +37,7 @@ class BenchError(Exception):
 class BenchOptions:
     """What `fa4gen bench` was asked for.
 
-    configs: files or shipped names, none: every shipped config with a kernel for the GPU; cells: `name=value,...` texts
+    configs: files or shipped names, none: every shipped config with a kernel for the GPU but those of models; cells: `name=value,...` texts
     cells_ref: a YAML file or shipped series; out: folder of the JSON and the plot; peers: "auto", "none" or names with commas
     time_limit: seconds after which no further cell is started, None: no limit; show: an earlier run's JSON, shown instead of measuring
     """
@@ -60,13 +60,15 @@ def default_out() -> Path:
 
 def _unmeasured(config: Config) -> list[str]:
     """The features of a config that cells have no inputs for."""
-    return [feature for feature in config.features() if feature != "kv_dtype" or config.kv_scale == "page"]
+    missing = {"ragged_queries", "page_list"} | ({"kv_dtype"} if config.kv_scale == "page" else set())
+    return [feature for feature in config.features() if feature in missing]
 
 
 def chosen_configs(refs: tuple[str, ...]) -> list[Config]:
     """The configs of `refs`, each once, or every shipped one. Raises ConfigError, BenchError for two of one name."""
     configs = list(dict.fromkeys(load_config(ref) for ref in refs)) if refs else [load_shipped(name) for name in shipped_configs()]
-    configs = [config for config in configs if refs or not _unmeasured(config)]
+    # Those of models would measure each cell again, with features that nobody asked for.
+    configs = [config for config in configs if refs or not set(config.features()) - {"kv_dtype"}]
     names = [config.name for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -78,7 +80,7 @@ def with_kernel(configs: list[Config], arch: str, *, asked: bool) -> list[Config
     """The configs that have an attention kernel for `arch`. Raises BenchError for one that was asked for and has none."""
     for config in configs:
         if unmeasured := _unmeasured(config):
-            raise BenchError(f"{config.name} asks for {unmeasured[0]}: features are not measured")
+            raise BenchError(f"{config.name} asks for {unmeasured[0]}, which is not measured")
     usable = [config for config in configs if arch in config.arch and has_attention(config, arch)]
     if asked and len(usable) < len(configs):
         missing = next(config.name for config in configs if config not in usable)
@@ -86,6 +88,19 @@ def with_kernel(configs: list[Config], arch: str, *, asked: bool) -> list[Config
     if not usable:
         raise BenchError(f"no config has an attention kernel for {arch}, the GPU's architecture")
     return usable
+
+
+def with_features(configs: list[Config], cell: Cell, arch: str) -> dict[Cell, list[Config]]:
+    """The configs with the features of the cell, by the cell with theirs; those left out that have no kernel with these features."""
+    applied: dict[Cell, list[Config]] = {}
+    for config in configs:
+        try:
+            # A cell's feature is asked of the GPU at hand alone.
+            variant, full = cell.applied_to(config.model_copy(update={"arch": (arch,)}))
+        except ConfigError:
+            continue
+        applied.setdefault(full, []).append(variant)
+    return applied
 
 
 def matching(configs: list[Config], cell: Cell) -> dict[tuple[str, str], list[Config]]:
@@ -126,6 +141,9 @@ def _prepared_peers(problem: Problem, names: list[str]) -> tuple[list[peers.Peer
     tensors = peers.Tensors(
         problem.cell,
         *(problem.q, problem.k, problem.v),
+        pages=problem.pages,
+        table=problem.table,
+        sinks=problem.sinks,
         scale=problem.scale,
         causal=problem.causal,
         sms=gpu.sms,
@@ -260,20 +278,24 @@ def run(options: BenchOptions, console: Console, errors: Console) -> int:
     out = options.out or default_out()
     skipped = 0
     for index, cell in enumerate(cells, 1):
-        groups = matching(configs, cell)
+        groups = [
+            (full, dtype, mask, group)
+            for full, variants in with_features(configs, cell, arch).items()
+            for (dtype, mask), group in matching(variants, full).items()
+        ]
         if not groups:
             note(f"{index}/{len(cells)} {cell}: no config for it")
-        for (dtype, mask), group in groups.items():
+        for full, dtype, mask, group in groups:
             if options.time_limit is not None and time.monotonic() - started > options.time_limit:
                 skipped += 1
                 continue
             with _peers_released():
-                entry = measure_cell(gpu, cell, dtype, mask, group, list(usable), options.repeats)
+                entry = measure_cell(gpu, full, dtype, mask, group, list(usable), options.repeats)
             report.cells.append(entry)
             _save(report, out)
             ours = ", ".join(f"{r.config} {r.us['zero'].median:.1f} us" for r in entry.results if r.implementation == "fa4gen")
             best = entry.best_peer("zero")
-            note(f"{index}/{len(cells)} {cell}: {ours}" + (f"; {best.implementation} {best.us['zero'].median:.1f} us" if best else ""))
+            note(f"{index}/{len(cells)} {full}: {ours}" + (f"; {best.implementation} {best.us['zero'].median:.1f} us" if best else ""))
     if not report.cells:
         raise BenchError("nothing was measured: no cell fits a config, or the time limit came first")
     if skipped:

@@ -111,6 +111,15 @@ __device__ __forceinline__ void fill_normal(Element* out, unsigned long long cou
 extern "C" __global__ void bench_normal(operand* out, unsigned long long count, unsigned seed) { fill_normal<operand, narrow>(out, count, seed); }
 extern "C" __global__ void bench_normal_kv(kv_operand* out, unsigned long long count, unsigned seed) { fill_normal<kv_operand, narrow_kv>(out, count, seed); }
 
+// K or V [batch][keys][units of 16 bytes] in pages [..][page_keys][units]: block (i, b) copies the i-th page of sequence b to table[b][i].
+extern "C" __global__ void bench_pages(const uint4* in, uint4* pages, const int* table, unsigned keys, unsigned page_keys, unsigned units) {
+    const unsigned first = blockIdx.x * page_keys;
+    const unsigned long long count = (unsigned long long)min(page_keys, keys - first) * units;
+    const uint4* from = in + ((unsigned long long)blockIdx.y * keys + first) * units;
+    uint4* to = pages + (unsigned long long)table[blockIdx.y * gridDim.x + blockIdx.x] * page_keys * units;
+    for (unsigned long long i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+
 // --- float64 reference -------------------------------------------------------------------------------------------------------
 
 struct Shape {
@@ -152,20 +161,27 @@ __device__ __forceinline__ double reduce_block(double value, Operation operation
 }
 
 // Scores become probabilities in place, one row a block (grid: batch * kv_heads * q_len * group); lse [batch][heads][q_len].
-// causal: position i sees keys <= keys - q_len + i. A row without a key gets probabilities 0 and LSE -inf.
-extern "C" __global__ void __launch_bounds__(256) bench_softmax(double* scores, double* lse, Shape s, unsigned causal) {
+// causal: position i sees keys <= keys - q_len + i, the last `window` of them where that is not 0. softcap: unless 0. sinks [heads]: where
+// has_sinks. A row without a key gets probabilities 0, and LSE -inf unless it has a sink.
+extern "C" __global__ void __launch_bounds__(256) bench_softmax(double* scores, double* lse, Shape s, unsigned causal, unsigned window,
+                                                                double softcap, unsigned has_sinks, const float* sinks) {
     __shared__ double shared[8];
     const unsigned group = s.heads / s.kv_heads, rows = s.q_len * group, row = blockIdx.x % rows, kv_head = blockIdx.x / rows % s.kv_heads;
     const unsigned batch = blockIdx.x / rows / s.kv_heads, position = row / group;
     const long long seen = causal ? (long long)s.keys - s.q_len + position + 1 : s.keys;
+    const long long from = window && seen > window ? seen - window : 0;
+    const double sink = has_sinks ? sinks[kv_head * group + row % group] : -__longlong_as_double(0x7ff0000000000000ll);
     double* at = scores + (unsigned long long)blockIdx.x * s.keys;
-    double maximum = -__longlong_as_double(0x7ff0000000000000ll);
-    for (long long key = threadIdx.x; key < seen; key += blockDim.x) maximum = fmax(maximum, at[key]);
+    if (softcap != 0.0)
+        for (long long key = threadIdx.x; key < s.keys; key += blockDim.x) at[key] = softcap * tanh(at[key] / softcap);
+    double maximum = sink;
+    for (long long key = from + threadIdx.x; key < seen; key += blockDim.x) maximum = fmax(maximum, at[key]);
     maximum = reduce_block(maximum, [](double a, double b) { return fmax(a, b); }, shared);
     double sum = 0.0;
-    for (long long key = threadIdx.x; key < seen; key += blockDim.x) sum += exp(at[key] - maximum);
+    for (long long key = from + threadIdx.x; key < seen; key += blockDim.x) sum += exp(at[key] - maximum);
+    if (threadIdx.x == 0 && has_sinks) sum += exp(sink - maximum);
     sum = reduce_block(sum, [](double a, double b) { return a + b; }, shared);
-    for (long long key = threadIdx.x; key < s.keys; key += blockDim.x) at[key] = key < seen ? exp(at[key] - maximum) / sum : 0.0;
+    for (long long key = threadIdx.x; key < s.keys; key += blockDim.x) at[key] = key >= from && key < seen ? exp(at[key] - maximum) / sum : 0.0;
     if (threadIdx.x == 0) lse[((unsigned long long)batch * s.heads + kv_head * group + row % group) * s.q_len + position] = maximum + log(sum);
 }
 

@@ -23,9 +23,10 @@ from ..attention import attention_launch
 from ..backends import BackendError, Compiled, Launch
 from ..backends.cuda import CudaBackend, DeviceArray, PreparedLaunch
 from ..config import Config
+from ..feature_inputs import page_table
 from ..geometry import derive
 from ..units import DTYPES
-from .cells import Cell
+from .cells import OPERAND_BYTES, Cell
 from .report import FLUSHES, Flush, Times
 
 MIN_FLUSH_BYTES = 256 << 20
@@ -193,8 +194,10 @@ class Gpu:
 class Problem:
     """Random q, k, v of a cell on the device, and O [batch, q_len, heads, depth] and LSE [batch, heads, q_len] of them in float64.
 
-    dtype: "bfloat16" | "float16". scales: k_scale and v_scale, [kv_heads] float32, where the cell has a kv_dtype. The reference is computed
-    on the device in float64 from the rounded operands. Raises BackendError.
+    dtype: "bfloat16" | "float16". The reference is computed on the device in float64 from the rounded operands.
+    scales: k_scale and v_scale, [kv_heads] float32, where the cell has a kv_dtype.
+    pages, table: k and v in pages, [pages, page_size, kv_heads, depth], and the pages of each sequence, where the cell has pages; sinks: a
+    logit of each query head, where it has those. Raises BackendError.
     """
 
     def __init__(self, gpu: Gpu, cell: Cell, dtype: str, *, causal: bool, seed: int = 0) -> None:
@@ -215,6 +218,9 @@ class Problem:
                 for name, values in (("k_scale", 0.75 + heads / 16), ("v_scale", 1.25 - heads / 16)):
                     self.scales[name] = self.array((cell.kv_heads,), np.float32)
                     self.scales[name].store(values)
+            self.sinks = np.linspace(-2, 6, cell.heads, dtype=np.float32) if cell.sinks else None
+            self.table = None if cell.page_size is None else page_table(cell.batch, cell.keys, cell.page_size)
+            self.pages = None if self.table is None else (self._paged(self.k, self.table), self._paged(self.v, self.table))
             self.out, self.lse = self._reference()
         except BaseException:
             self.free()
@@ -231,6 +237,32 @@ class Problem:
         while self._arrays:
             self._arrays.pop().free()
 
+    def _paged(self, array: DeviceArray, table: np.ndarray) -> DeviceArray:
+        """K or V in pages; what lies past the last key is zero."""
+        cell, page_size = self.cell, self.cell.page_size or 1
+        pages = self.array((table.size, page_size, cell.kv_heads, cell.depth), array.stand_in.dtype)
+        pages.fill(0)
+        units = cell.kv_heads * cell.depth * OPERAND_BYTES[cell.kv_dtype] // VECTOR_BYTES
+        sizes = (np.uint32(n) for n in (cell.keys, page_size, units))
+        grid = (table.shape[1], cell.batch, 1)
+        launch = self.gpu.prepare("bench_pages", grid, THREADS, [array.stand_in, pages.stand_in, table, *sizes], (array, pages), self.dtype)
+        launch.enqueue()
+        self.gpu.synchronize("bench_pages")
+        launch.free()
+        return pages
+
+    def feature_arrays(self) -> dict[str, Any]:
+        """The arguments of attention_launch that the cell's features ask for."""
+        cell = self.cell
+        arrays: dict[str, Any] = {name: array.stand_in for name, array in self.scales.items()}
+        if self.table is not None:
+            arrays |= {"block_table": self.table, "max_keys": cell.keys}
+        if cell.key_lengths:
+            arrays["key_lengths"] = np.full(cell.batch, cell.keys, np.int32)
+        if self.sinks is not None:
+            arrays["sinks"] = self.sinks
+        return arrays
+
     def _reference(self) -> tuple[np.ndarray, np.ndarray]:
         cell, gpu = self.cell, self.gpu
         scores = DeviceArray((cell.batch * cell.heads * cell.q_len, cell.keys), np.float64)
@@ -241,9 +273,11 @@ class Problem:
         k_scale, v_scale = factors or (np.uint64(0), np.uint64(0))
         shape = np.array([cell.batch, cell.q_len, cell.heads, cell.kv_heads, cell.keys, cell.depth], np.uint32).tobytes()
         heads, scale, chunk = (cell.kv_heads, cell.batch), np.float64(self.scale), np.uint32(VALUES_CHUNK)
+        sinks = np.zeros(cell.heads, np.float32) if self.sinks is None else self.sinks
+        rules = (np.uint32(cell.window or 0), np.float64(cell.softcap or 0), np.uint32(cell.sinks), sinks)
         steps: list[tuple[str, tuple[int, int, int], int, list[Any]]] = [
             ("bench_scores", (-(-cell.keys // SCORES_KEYS_PER_BLOCK), *heads), THREADS, [q, k, scores_, shape, scale, k_scale]),
-            ("bench_softmax", (len(scores_), 1, 1), THREADS, [scores_, lse_, shape, np.uint32(self.causal)]),
+            ("bench_softmax", (len(scores_), 1, 1), THREADS, [scores_, lse_, shape, np.uint32(self.causal), *rules]),
             ("bench_values", (-(-cell.keys // VALUES_CHUNK), *heads), cell.depth, [scores_, v, out_, shape, chunk, v_scale]),
         ]
         try:
@@ -281,13 +315,13 @@ class Own:
         module = compiler.compile_source(source, gpu.backend.arch, "attention.cu")
         self._out = problem.array(problem.q.stand_in.shape, DTYPES[config.out_dtype])
         self._lse = problem.array((cell.batch, cell.heads, cell.q_len), np.float32)
-        resident = (problem.q, problem.k, problem.v, self._out, self._lse, *problem.scales.values())
+        resident = (problem.q, *(problem.pages or (problem.k, problem.v)), self._out, self._lse, *problem.scales.values())
         q, k, v, out, lse = (array.stand_in for array in resident[:5])
-        scales: dict[str, Any] = {name: array.stand_in for name, array in problem.scales.items()}
         geo = derive(config, gpu.backend.arch)
         # A config may fix how the keys are split; the fastest way is what is measured otherwise.
         split: Literal["auto"] | None = None if config.split else "auto"
-        launch = attention_launch(config, geo, q, k, v, out, lse, scale=problem.scale, ctas=gpu.sms, partition_keys=split, **scales)
+        options: dict[str, Any] = {"scale": problem.scale, "ctas": gpu.sms, "partition_keys": split} | problem.feature_arrays()
+        launch = attention_launch(config, geo, q, k, v, out, lse, **options)
         self.grid = launch.grid
         self.resources = module.kernels[launch.entry]
         self._prepared = gpu.backend.prepare(Compiled(module.arch, module.ptx, module.cubin), launch, resident)

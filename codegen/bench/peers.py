@@ -2,7 +2,8 @@
 split-KV kernel in Triton written for this comparison. The one file that imports them; every import may fail.
 
 A peer gets the layout that suits it, prepared before it is timed: contiguous heads for SDPA and Triton, pages of 64 keys for FlashInfer.
-Query rows of a KV head are packed (position-major) where the peer has no grouped heads of its own.
+Where the cell has pages, those that take pages get the cell's, and the others are out; the same goes for windows, softcap and sinks. Query
+rows of a KV head are packed (position-major) where the peer has no grouped heads of its own.
 """
 
 from __future__ import annotations
@@ -134,10 +135,26 @@ class Tensors:
     """q, k, v of a problem as torch tensors that share its memory, and copies in other layouts, made when first used."""
 
     def __init__(
-        self, cell: Cell, q: DeviceArray, k: DeviceArray, v: DeviceArray, *, scale: float, causal: bool, sms: int, time: Time
+        self,
+        cell: Cell,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        *,
+        scale: float,
+        causal: bool,
+        sms: int,
+        time: Time,
+        pages: tuple[DeviceArray, DeviceArray] | None = None,
+        table: np.ndarray | None = None,
+        sinks: np.ndarray | None = None,
     ) -> None:
         self.cell, self.scale, self.causal, self.sms, self.time = cell, scale, causal, sms, time
         self.q, self.k, self.v = (_tensor(array) for array in (q, k, v))
+        self.sinks = None if sinks is None else torch.from_numpy(sinks).cuda()
+        self._pages = None if pages is None else tuple(_tensor(array) for array in pages)
+        self._table = None if table is None else torch.from_numpy(table).cuda()
+        self.page_size = cell.page_size or PAGE_KEYS
 
     @cached_property
     def packed_q(self) -> Any:
@@ -153,11 +170,33 @@ class Tensors:
 
     @cached_property
     def pages(self) -> tuple[Any, Any]:
-        """k and v as [batch * pages, PAGE_KEYS, kv_heads, depth]; a copy only where the keys do not fill the last page."""
+        """k and v as [batch * pages, page_size, kv_heads, depth]; a copy only where the keys do not fill the last page."""
+        if self._pages is not None:
+            k, v = self._pages
+            return k, v
         short = -self.cell.keys % PAGE_KEYS
         whole = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) if short else x for x in (self.k, self.v))
         k, v = (x.reshape(-1, PAGE_KEYS, *x.shape[2:]) for x in whole)
         return k, v
+
+    @cached_property
+    def table(self) -> Any:
+        """[batch, pages of a sequence] int32: the pages of each sequence."""
+        if self._table is not None:
+            return self._table
+        per_sequence = -(-self.cell.keys // PAGE_KEYS)
+        return torch.arange(self.cell.batch * per_sequence, dtype=torch.int32, device="cuda").view(self.cell.batch, per_sequence)
+
+    @cached_property
+    def visible(self) -> Any:
+        """[1, 1, q_len * group, keys] bool: what the rows of packed_q see; None where that is everything."""
+        cell = self.cell
+        if not self.causal or (cell.q_len == 1 and cell.window is None):
+            return None
+        key = torch.arange(cell.keys, device="cuda")
+        last = (cell.keys - cell.q_len + torch.arange(cell.q_len, device="cuda")).repeat_interleave(cell.group)[:, None]
+        seen = key <= last
+        return (seen if cell.window is None else seen & (key > last - cell.window))[None, None]
 
     def unpack(self, out: Any) -> Any:
         """[batch, kv_heads, q_len * group, depth] back to [batch, q_len, heads, depth]."""
@@ -211,34 +250,54 @@ def release() -> None:
 def _sdpa(backend: str, name: str, tensors: Tensors) -> Peer:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if tensors.causal and tensors.cell.q_len > 1:
-        raise Refused("packed rows have no causal mask")
-    q, (k, v), scale = tensors.packed_q, tensors.head_kv, tensors.scale
+    cell = tensors.cell
+    for feature, asked in (("pages", cell.page_size), ("softcap", cell.softcap), ("sinks", cell.sinks)):
+        if asked:
+            raise Refused(f"it has no {feature}")
+    q, (k, v), scale, visible = tensors.packed_q, tensors.head_kv, tensors.scale, tensors.visible
     chosen = getattr(SDPBackend, backend)
 
     def run() -> Any:
         with sdpa_kernel(chosen):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
 
     return Peer(name, run, tensors.unpack)
 
 
 def _fa3(name: str, tensors: Tensors) -> Peer:
     attend = import_module("fa3_fwd_interface").flash_attn_with_kvcache
-    q, k, v = tensors.q, tensors.k, tensors.v
-    return Peer(name, lambda: attend(q, k, v, softmax_scale=tensors.scale, causal=tensors.causal, pack_gqa=True), lambda out: out)
+    cell, q = tensors.cell, tensors.q
+    if cell.sinks:
+        raise Refused("it has no sinks")
+    options: dict[str, Any] = {"softmax_scale": tensors.scale, "causal": tensors.causal, "pack_gqa": True}
+    if cell.page_size is not None:
+        options["page_table"] = tensors.table
+    if cell.key_lengths or cell.page_size is not None:
+        options["cache_seqlens"] = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device="cuda")
+    if cell.window is not None:
+        options["window_size"] = (cell.window - 1, 0)
+    if cell.softcap is not None:
+        options["softcap"] = cell.softcap
+    k, v = (tensors.k, tensors.v) if cell.page_size is None else tensors.pages
+    return Peer(name, lambda: attend(q, k, v, **options), lambda out: out)
 
 
 def _flashinfer(tensor_cores: bool, name: str, tensors: Tensors) -> Peer:
     flashinfer = import_module("flashinfer")
     cell, kind = tensors.cell, tensors.q.dtype
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    per_sequence = -(-cell.keys // PAGE_KEYS)
+    if cell.sinks:
+        raise Refused("this wrapper has no sinks")
+    per_sequence = -(-cell.keys // tensors.page_size)
     first_page = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * per_sequence
-    page = torch.arange(cell.batch * per_sequence, dtype=torch.int32, device="cuda")
-    last_keys = torch.full((cell.batch,), cell.keys - (per_sequence - 1) * PAGE_KEYS, dtype=torch.int32, device="cuda")
-    sizes = (cell.heads, cell.kv_heads, cell.depth, PAGE_KEYS)
+    page = tensors.table.flatten()
+    last_keys = torch.full((cell.batch,), cell.keys - (per_sequence - 1) * tensors.page_size, dtype=torch.int32, device="cuda")
+    sizes = (cell.heads, cell.kv_heads, cell.depth, tensors.page_size)
     types = {"q_data_type": kind, "kv_data_type": kind, "sm_scale": tensors.scale}
+    if cell.window is not None:
+        types["window_left"] = cell.window - 1
+    if cell.softcap is not None:
+        types["logits_soft_cap"] = cell.softcap
     q = tensors.q.view(cell.batch * cell.q_len, cell.heads, cell.depth)
     if cell.q_len == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
@@ -264,6 +323,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     out,
     partial_o,
     partial_lse,
+    sinks,
+    table,
     keys,
     partition_keys,
     q_len,
@@ -275,34 +336,65 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     TILE_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MERGED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """One partition of one KV head: its normalised O and log2 LSE to the partials, or O itself where there is one partition."""
     partition, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column, key = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH), tl.arange(0, TILE_KEYS)
     valid = (row < ROWS)[:, None]
     queries = tl.load(q + (head * ROWS + row)[:, None] * DEPTH + column[None, :], mask=valid, other=0.0)
-    first = partition * partition_keys
+    origin = 0
+    if WINDOW > 0:
+        # Partitions share out the keys in sight of any row.
+        origin = tl.maximum(keys - q_len + 1 - WINDOW, 0) // TILE_KEYS * TILE_KEYS
+    first = origin + partition * partition_keys
     end = tl.minimum(keys, first + partition_keys)
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     accumulated = tl.zeros([TILE_ROWS, DEPTH], tl.float32)
     k_head, v_head = k + head * keys * DEPTH, v + head * keys * DEPTH
+    if PAGE > 0:
+        sequence_pages = table + head // KV_HEADS * ((keys + PAGE - 1) // PAGE)
+        k_head, v_head = k + head % KV_HEADS * DEPTH, v + head % KV_HEADS * DEPTH
     for start in range(first, end, TILE_KEYS):
         at = start + key
         inside = at < end
-        k_tile = tl.load(k_head + at.to(tl.int64)[None, :] * DEPTH + column[:, None], mask=inside[None, :], other=0.0)
+        offset = at.to(tl.int64) * DEPTH
+        if PAGE > 0:
+            page = tl.load(sequence_pages + at // PAGE, mask=inside, other=0).to(tl.int64)
+            offset = (page * PAGE + at % PAGE) * (KV_HEADS * DEPTH)
+        k_tile = tl.load(k_head + offset[None, :] + column[:, None], mask=inside[None, :], other=0.0)
         scores = tl.dot(queries, k_tile) * scale_log2e
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (1 + e^2x), in units of log2.
+            scores = SOFTCAP * 1.4426950408889634 * (1 - 2 / (1 + tl.exp2(scores * (2 / SOFTCAP))))
         visible = inside[None, :]
         if CAUSAL:
             visible = visible & (at[None, :] <= (keys - q_len + row // GROUP)[:, None])
+            if WINDOW > 0:
+                visible = visible & (at[None, :] > (keys - q_len - WINDOW + row // GROUP)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         grown = tl.maximum(maximum, tl.max(scores, 1))
         safe = tl.where(grown == float("-inf"), 0.0, grown)
         p = tl.exp2(scores - safe[:, None])
         factor = tl.exp2(maximum - safe)
         total = total * factor + tl.sum(p, 1)
-        v_tile = tl.load(v_head + at.to(tl.int64)[:, None] * DEPTH + column[None, :], mask=inside[:, None], other=0.0)
+        v_tile = tl.load(v_head + offset[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         accumulated = tl.dot(p.to(v_tile.dtype), v_tile, accumulated * factor[:, None])
+        maximum = grown
+    if SINKS:
+        # A sink is a key without a value; the first partition has it.
+        sink = tl.load(sinks + head % KV_HEADS * GROUP + row % GROUP) * 1.4426950408889634
+        sink = tl.where(partition == 0, sink, float("-inf"))
+        grown = tl.maximum(maximum, sink)
+        safe = tl.where(grown == float("-inf"), 0.0, grown)
+        factor = tl.exp2(maximum - safe)
+        total = total * factor + tl.exp2(sink - safe)
+        accumulated = accumulated * factor[:, None]
         maximum = grown
     result = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
     if MERGED:
@@ -368,14 +460,20 @@ if triton is not None:
 
 
 def _triton_runner(tensors: Tensors, variant: Variant, partitions: int) -> Callable[[], Any]:
-    cell, q, (k, v) = tensors.cell, tensors.packed_q, tensors.head_kv
+    cell, q = tensors.cell, tensors.packed_q
+    k, v = tensors.head_kv if cell.page_size is None else tensors.pages
+    # Their address is never read where the cell has none.
+    sinks, table = (q if array is None else array for array in (tensors.sinks, None if cell.page_size is None else tensors.table))
     heads, rows = cell.batch * cell.kv_heads, cell.q_len * cell.group
     tile_rows = max(16, triton.next_power_of_2(rows))
-    partition_keys = -(-cell.keys // partitions // variant.tile_keys) * variant.tile_keys
+    keys = cell.keys
+    if cell.window is not None:
+        keys -= max(cell.keys - cell.q_len + 1 - cell.window, 0) // variant.tile_keys * variant.tile_keys
+    partition_keys = -(-keys // partitions // variant.tile_keys) * variant.tile_keys
     partition_keys = max(partition_keys, variant.tile_keys)
-    while partition_keys * partitions < cell.keys:
+    while partition_keys * partitions < keys:
         partition_keys += variant.tile_keys
-    partitions = -(-cell.keys // partition_keys)
+    partitions = -(-keys // partition_keys)
     merged = partitions > 1
     out = torch.empty_like(q)
     partial_o = torch.empty((heads, partitions, tile_rows, cell.depth) if merged else (1,), dtype=torch.float32, device="cuda")
@@ -386,12 +484,17 @@ def _triton_runner(tensors: Tensors, variant: Variant, partitions: int) -> Calla
 
     def run() -> Any:
         _split[(partitions, heads)](
-            *(q, k, v, out, partial_o, partial_lse, cell.keys, partition_keys, cell.q_len, scale_log2e),
+            *(q, k, v, out, partial_o, partial_lse, sinks, table, cell.keys, partition_keys, cell.q_len, scale_log2e),
             **shape,
             GROUP=cell.group,
             TILE_KEYS=variant.tile_keys,
             CAUSAL=tensors.causal,
             MERGED=merged,
+            KV_HEADS=cell.kv_heads,
+            WINDOW=cell.window or 0,
+            SOFTCAP=cell.softcap or 0,
+            SINKS=cell.sinks,
+            PAGE=cell.page_size or 0,
             num_warps=variant.warps,
             num_stages=variant.stages,
         )
@@ -406,7 +509,8 @@ def partition_counts(cell: Cell, sms: int) -> list[int]:
     """Numbers of partitions worth trying: those that fill the SMs for each of WAVES, from below and from above."""
     heads = cell.batch * cell.kv_heads
     wanted = {rounded for waves in WAVES for rounded in (sms * waves // heads, -(-sms * waves // heads))}
-    most = max(1, cell.keys // min(variant.tile_keys for variant in VARIANTS))
+    in_sight = cell.keys if cell.window is None else min(cell.keys, cell.window + cell.q_len)
+    most = max(1, in_sight // min(variant.tile_keys for variant in VARIANTS))
     return sorted({min(max(1, count), most) for count in wanted})
 
 
