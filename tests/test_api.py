@@ -208,6 +208,26 @@ def test_gpu_against_float64(depth: int, q_len: int, group: int, keys: int, opti
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("depth", api.DEPTHS)
+@pytest.mark.parametrize(("q_len", "group", "pages"), [(1, 8, 60), (4, 6, 9), (4, 8, 9)])
+@pytest.mark.parametrize("of_pages", [False, True])
+def test_gpu_takes_keys_and_values_of_eight_bits(depth: int, q_len: int, group: int, pages: int, of_pages: bool) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = problem(3, q_len, pages * 64, group, 2, depth)
+    eight = {name: array.astype(E4M3).reshape(3 * pages, 64, 2, depth) for name, array in (("k", k), ("v", v))}
+    rng = np.random.default_rng(depth)
+    scales = {name: rng.uniform(0.1, 3, (3 * pages, 2) if of_pages else 2).astype(np.float32) for name in ("k_scale", "v_scale")}
+    table = rng.permutation(3 * pages).astype(np.int32).reshape(3, pages)
+    on_device = {name: torch.from_numpy(array).cuda() for name, array in scales.items()} | {"block_table": torch.from_numpy(table).cuda()}
+    for name, array in eight.items():
+        on_device[name] = torch.from_numpy(array.view(np.uint8)).cuda().view(torch.float8_e4m3fn)
+    expected = reference.attention(q, **eight, **scales, block_table=table, scale=depth**-0.5, causal=True)
+    for options in ({}, {"num_splits": 3}, {"split_size": 320}):
+        out, lse = fa4gen.attention(*on_gpu(q), **on_device, causal=True, return_lse=True, **options)
+        close(out.float().cpu(), lse.cpu(), expected)
+
+
+@pytest.mark.gpu
 def test_gpu_graph_replays_give_the_same_bits() -> None:
     torch = pytest.importorskip("torch")
     q, k, v = on_gpu(*problem(2, 1, 5000, 8, 2, 128))

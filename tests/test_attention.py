@@ -83,6 +83,7 @@ def test_shared_memory_and_registers_fit(depth, rows, warpgroups, out_dtype):
         ({"split": "fixed 0"}, "split"),
         ({"split": "128"}, "split"),
         ({"ring_slots": 40}, "smem-bytes"),
+        ({"ov_depth": 64, "kv_dtype": "float8_e4m3fn", "kv_layout": "paged", "page_size": 1}, "fp8-page-rows"),
     ],
 )
 def test_a_broken_rule_is_named(fields, rule):

@@ -44,8 +44,10 @@ def featured(arch: str, rng: random.Random) -> dict[str, Any]:
     """A config with some of the features that the target's kernels have."""
     has = {feature for feature in sorted(FEATURES[arch]) if rng.random() < 0.6}
     causal = "window" in has or rng.random() < 0.5
+    depths = [64, 128, 256, 512]
     return {
-        "ov_depth": rng.choice([64, 128, 256, 512]),
+        # A page of one key of 64 bytes is too small a copy.
+        "ov_depth": rng.choice(depths[1:] if "kv_dtype" in has else depths),
         "shared_key": True,
         "mask": "causal" if causal else "none",
         "kv_layout": "paged" if "paged" in has else "contiguous",
@@ -57,6 +59,7 @@ def featured(arch: str, rng: random.Random) -> dict[str, Any]:
         "softcap": 30.0 if "softcap" in has else None,
         "sinks": "sinks" in has,
         "kv_dtype": "float8_e4m3fn" if "kv_dtype" in has else None,
+        "kv_scale": "page" if {"kv_dtype", "paged", "sinks"} <= has else "head",
         "rescale": "exact" if "exact" in has else "lazy",
     }
 
@@ -223,8 +226,9 @@ class Call:
         if config.sinks:
             self.array("sinks", (heads,), "float32", "sinks")
         if config.kv_dtype:
-            self.array("k_scale", (kv_heads,), "float32", "k_scale")
-            self.array("v_scale", (kv_heads,), "float32", "v_scale")
+            scaled = (kv_heads,) if config.kv_scale == "head" else (self.arrays["k"].shape[0], kv_heads)
+            self.array("k_scale", scaled, "float32", "k_scale")
+            self.array("v_scale", scaled, "float32", "v_scale")
         block_keys = derive(config, arch).block_keys
         split = rng.choice([{}, {}, {"num_splits": rng.randint(1, 70)}, {"split_size": block_keys * rng.randint(1, 40)}])
         if rng.random() < 0.05:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fa4gen.codegen import golden, reference
+from fa4gen.codegen.feature_inputs import quantised
 
 
 def test_exchange_reference_is_a_left_fold_of_each_row():
@@ -75,6 +76,30 @@ def test_attention_reference_causal_is_aligned_to_the_end():
     np.testing.assert_allclose(out[0, 2], np.broadcast_to(v[0, 0, 0], (2, 64)))
     full, _ = reference.attention(q, k, v, scale=0.125, causal=False)
     np.testing.assert_allclose(out[0, 3], full[0, 3])
+
+
+@pytest.mark.parametrize("of_pages", [False, True])
+def test_attention_reference_multiplies_keys_and_values_by_their_scales(of_pages):
+    rng = np.random.default_rng(3)
+    q, k, v = rng.normal(size=(2, 1, 4, 8)), rng.normal(size=(3, 4, 2, 8)), rng.normal(size=(3, 4, 2, 8))
+    table, lengths = np.array([[2, 0], [1, 9]]), np.array([7, 2])
+    k_scale, v_scale = (rng.uniform(0.5, 2, (3, 2) if of_pages else 2) for _ in range(2))
+    each = (slice(None), None, slice(None), None) if of_pages else (None, None, slice(None), None)
+    ours = reference.attention(q, k, v, scale=0.3, causal=False, block_table=table, key_lengths=lengths, k_scale=k_scale, v_scale=v_scale)
+    plain = reference.attention(q, k * k_scale[each], v * v_scale[each], scale=0.3, causal=False, block_table=table, key_lengths=lengths)
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_eight_bits_hold_the_largest_number_of_each_head():
+    array = np.random.default_rng(4).normal(size=(2, 5, 3, 8)).astype(np.float32)
+    array[:, :, 1] = 0
+    eight, scale = quantised(array, (0, 1, 3))
+    assert scale.shape == (3,)
+    restored = eight.astype(np.float32) * scale[:, None]
+    # Three bits behind the first; the smallest numbers lie 2^-9 apart.
+    assert (np.abs(restored - array) <= np.maximum(np.abs(array) / 16, scale[:, None] * 2.0**-10) * 1.0001).all()
+    np.testing.assert_allclose(np.abs(restored).max(axis=(0, 1, 3)), np.abs(array).max(axis=(0, 1, 3)), rtol=1e-6)
 
 
 def test_golden_inputs_depend_on_seed_and_stream_only():
