@@ -201,6 +201,14 @@ def test_auto_split_picks_what_was_measured_best(key_tiles, query_tiles, partiti
     assert auto_split(geometry(config(512)), key_tiles, query_tiles, 132).partitions == partitions
 
 
+@pytest.mark.parametrize(
+    ("depth", "key_tiles", "query_tiles", "partitions"), [(512, 128, 64, 2), (128, 128, 64, 2), (128, 32, 256, 1), (64, 64, 512, 1)]
+)
+def test_auto_split_of_eight_bits_goes_by_what_a_cta_can_take(depth, key_tiles, query_tiles, partitions):
+    geo = geometry(config(depth, kv_dtype="float8_e4m3fn", warpgroups=2))
+    assert auto_split(geo, key_tiles, query_tiles, 132).partitions == partitions
+
+
 def test_fixed_split():
     assert fixed_split(9, 128, 64) == Split(2, 5)
     for keys in (0, 32, 100):
