@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 H200_SMS = 132
 TMA_STRIDE_BYTES = 16
 MAX_LISTED_KEYS = 1 << 30  # of a sequence whose pages are listed, so that places of keys and their sums are integers of the kernel
-# What auto_split expects of an H200, in bytes and microseconds, fitted to bench/LOG.md: what one CTA reads alone, what all of them read,
-# what a CTA reads of other partitions in a merge, what a wave and a merge (in one CTA, in a cluster, of several clusters) cost beside that.
-CTA_BYTES_PER_US = 150_000
+# What auto_split expects of an H200, in bytes and microseconds, fitted to 115 sweeps of it (bench/LOG.md 12): what a CTA that reads alone
+# takes for a key tile (a fixed part and its bytes; as much again for every ROWS_OF_TWICE rows), what the memory gives all CTAs together,
+# and what comes on top: an item (its first bytes, its last tile, O), a merge in a cluster or in one CTA, and the second step of several
+# clusters; a merging CTA reads other partitions at MERGE_BYTES_PER_US.
+TILE_US = 0.24
+CTA_BYTES_PER_US = 185e3
+ROWS_OF_TWICE = 64
+# With 8-bit K and V it is the CTA's arithmetic that says, at any rows.
 FP8_TILE_US = 0.19
 FP8_BYTES_PER_US = 94e3
-CHIP_BYTES_PER_US = 4.4e6
-MERGE_BYTES_PER_US = 110e3
-WAVE_US = 0.5
-MERGE_US = 2.5
-CLUSTER_US = 1.5
+CHIP_BYTES_PER_US = 4.55e6
+ITEM_US = 1.5
+CLUSTER_US = 0.5
 SECOND_STEP_US = 2.5
+MERGE_US = 2.5
+MERGE_BYTES_PER_US = 35e3
 MAX_WAVES = 4
-CLUSTERS_MIN_PARTITIONS = 16
-CLUSTERS_MIN_BYTES = 256 << 10
 # More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
 AUTO_PARTITIONS = 32
 
@@ -130,14 +133,10 @@ def fixed_split(key_tiles: int, partition_keys: int, block_keys: int) -> Split:
 def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
     """CTAs of a cluster, a power of two: they take a partition each and merge through each other's shared memory.
 
-    By the partitions alone, since the order of a merge follows from it. Where one cluster has them all that is always faster; several
-    clusters merge in a second step, which pays from CLUSTERS_MIN_BYTES or CLUSTERS_MIN_PARTITIONS (bench/LOG.md 7).
+    By the partitions alone, since the order of a merge follows from it. One cluster has them all where it can; several merge in a second
+    step, which at equal partitions was never slower than a merge in one CTA (bench/LOG.md 12).
     """
-    if partitions <= geo.max_cluster:
-        return 1 << (partitions - 1).bit_length()
-    partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
-    pays = partitions >= CLUSTERS_MIN_PARTITIONS or partitions * partial_bytes >= CLUSTERS_MIN_BYTES
-    return geo.max_cluster if pays else 1
+    return min(geo.max_cluster, 1 << (partitions - 1).bit_length())
 
 
 def tile_bytes(geo: Geometry) -> int:
@@ -145,11 +144,11 @@ def tile_bytes(geo: Geometry) -> int:
     return 2 * geo.block_keys * geo.depth * (FP8_BYTES if isinstance(geo, Sm90Fp8Geometry) else OPERAND_BYTES)
 
 
-def cta_bytes_per_us(geo: Geometry) -> int:
-    """What a CTA reads alone. With 8-bit K and V it is its arithmetic that says, with a part for each key tile and one for its bytes."""
-    if not isinstance(geo, Sm90Fp8Geometry):
-        return CTA_BYTES_PER_US
-    return int(tile_bytes(geo) / (FP8_TILE_US + tile_bytes(geo) / FP8_BYTES_PER_US))
+def alone_us(geo: Geometry) -> float:
+    """Microseconds that a CTA takes for a key tile when it reads alone."""
+    if isinstance(geo, Sm90Fp8Geometry):
+        return FP8_TILE_US + tile_bytes(geo) / FP8_BYTES_PER_US
+    return (TILE_US + tile_bytes(geo) / CTA_BYTES_PER_US) * (1 + geo.tile_rows / ROWS_OF_TWICE)
 
 
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
@@ -157,30 +156,31 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
 
     The exported launcher has this in C (templates/export/attention.c.j2), of the same operations in the same order.
     """
-    bytes_of_tile, cta_rate = tile_bytes(geo), cta_bytes_per_us(geo)
+    most = min(key_tiles, AUTO_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles))
+    # Whole clusters: a CTA of one that has no keys only waits for the others.
+    counts = [count for count in range(1, most + 1) if count % cluster_size(geo, count) == 0]
+    splits = [Split(tiles, -(-key_tiles // tiles)) for tiles in (-(-key_tiles // count) for count in counts)]
+    return min(splits, key=lambda split: _expected_us(geo, split, query_tiles, ctas))
+
+
+def _expected_us(geo: Sm90Geometry, split: Split, query_tiles: int, ctas: int) -> float:
+    """Microseconds that a launch is expected to take, less what all splits have in common."""
     partial_bytes = geo.tile_rows * geo.depth * F32_BYTES
-    best = Split(key_tiles, 1)
-    best_us = math.inf
-    for partitions in range(1, min(key_tiles, AUTO_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles)) + 1):
-        tiles = -(-key_tiles // partitions)
-        if -(-key_tiles // tiles) != partitions:
-            continue
-        cluster = cluster_size(geo, partitions)
-        clusters = -(-partitions // cluster)
-        waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
-        # Few CTAs are limited by what each can read, many by what the memory gives.
-        alone, together = 1 / (grid * cta_rate), 1 / CHIP_BYTES_PER_US
-        bytes_per_us = 1 / math.sqrt(alone * alone + together * together)
-        us = waves * (grid * tiles * bytes_of_tile / bytes_per_us + WAVE_US)
-        if cluster > 1:
-            us += CLUSTER_US + partial_bytes / MERGE_BYTES_PER_US
-            if clusters > 1:
-                us += SECOND_STEP_US + clusters * partial_bytes / cluster / MERGE_BYTES_PER_US
-        elif partitions > 1:
-            us += MERGE_US + partitions * partial_bytes / MERGE_BYTES_PER_US
-        if us < best_us:
-            best, best_us = Split(tiles, partitions), us
-    return best
+    cluster = cluster_size(geo, split.partitions)
+    clusters = -(-split.partitions // cluster)
+    waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
+    alone, together = alone_us(geo), grid * tile_bytes(geo) / CHIP_BYTES_PER_US
+    # A CTA near both limits is a little slower than either says.
+    alone_2, together_2 = alone * alone, together * together
+    us = waves * (split.tiles * math.sqrt(math.sqrt(alone_2 * alone_2 + together_2 * together_2)) + ITEM_US)
+    if cluster > 1:
+        slice_us = partial_bytes / cluster / MERGE_BYTES_PER_US
+        us += CLUSTER_US + slice_us
+        if clusters > 1:
+            us += SECOND_STEP_US + clusters * slice_us
+    elif split.partitions > 1:
+        us += MERGE_US + split.partitions * partial_bytes / MERGE_BYTES_PER_US
+    return us
 
 
 def _waves(items: int, ctas: int, cluster: int) -> tuple[int, int]:

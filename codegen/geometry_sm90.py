@@ -46,6 +46,9 @@ KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, th
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
 TWO_BATCHES_O_ELEMENTS = 8_192  # of O, 64 registers a thread: they leave room for a second batch of K or V
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
+# A ring of 96 KiB already keeps the memory busy where nothing is computed; where 32 rows are, 128 KiB do and 96 KiB are 2% slower.
+FULL_RING_BYTES = 131_072
+LEAST_RING_BYTES = 81_920  # below it, clusters cost more than they bring
 
 register_rules(
     {
@@ -81,7 +84,8 @@ class Sm90Geometry(Geometry):
     out_chunk_cols, out_chunks: columns of O in 128 bytes, chunks of the tile
     out_region: where the O tile is staged: over "q" when it has Q's size, else over the "merge_o" of two warpgroups, else in "out"
     merge_bytes: what the warpgroups hand each other in the level-2 merge, O f32; 0 for one warpgroup
-    max_cluster, max_slice: CTAs of a cluster that merges partitions, at most (1: none does), and O blocks that one of them merges
+    max_cluster: CTAs of a cluster that merges partitions, at most (1: none does); each merges whole O blocks
+    merge_reads: 16-byte reads of other clusters' slices that a thread has in flight at most
     max_partitions: most partitions of the keys; block_floats: of an O block of all lanes
     piece_blocks, piece_bytes: O blocks that pass through a ring slot at once when partitions are merged
     smem_map: offsets and sizes in bytes
@@ -120,7 +124,7 @@ class Sm90Geometry(Geometry):
     merge_bytes: int
     max_partitions: int
     max_cluster: int
-    max_slice: int
+    merge_reads: int
     block_floats: int
     piece_blocks: int
     piece_bytes: int
@@ -233,12 +237,14 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     out_region = "q" if out_bytes == OPERAND_BYTES else "merge_o" if warpgroups == 2 else "out"
     merge_bytes = tile_rows * depth * F32_BYTES if warpgroups == 2 else 0
 
-    def smem_map_for(slots: int, q_buffers: int) -> tuple[Region, ...]:
+    def smem_map_for(slots: int, q_buffers: int, cluster: int) -> tuple[Region, ...]:
         # Swizzled regions come first: all are multiples of the 1 KiB pattern, so each starts on it.
         return place(
             [
                 ("ring", slots * slot_bytes),
                 ("q", q_buffers * q_bytes),
+                # What the others of a cluster send lies in the second Q buffer, which a launch in clusters does without, and here.
+                ("landing", max(0, tile_rows * depth * F32_BYTES * (cluster - 1) // cluster - (q_buffers - 1) * q_bytes)),
                 ("p", warpgroups * P_BUFFERS * q_chunk_bytes),
                 ("out", tile_rows * depth * out_bytes if out_region == "out" else 0),
                 ("merge_o", merge_bytes),
@@ -256,12 +262,17 @@ def derive_sm90(config: Config) -> Sm90Geometry:
             ]
         )
 
-    def most_slots(q_buffers: int) -> int:
-        free = SMEM_LIMIT_BYTES - smem_map_for(0, q_buffers)[-1].end
+    def most_slots(q_buffers: int, cluster: int) -> int:
+        free = SMEM_LIMIT_BYTES - smem_map_for(0, q_buffers, cluster)[-1].end
         return max(0, free // (slot_bytes + 2 * MBARRIER_BYTES)) // warpgroups * warpgroups
 
-    q_buffers = 2 if most_slots(2) * slot_bytes >= SECOND_Q_RING_BYTES else 1
-    most = most_slots(q_buffers)
+    # What the others of a cluster send needs room that nothing else uses: a CTA may still be at work when the first of them are done.
+    widest = min(MAX_CLUSTER, depth // MMA_M) if warpgroups == 1 else 1
+    clusters = [cluster for cluster in (4, 2) if cluster <= widest]
+    limits = (FULL_RING_BYTES, LEAST_RING_BYTES)
+    max_cluster = next((cluster for least in limits for cluster in clusters if most_slots(2, cluster) * slot_bytes >= least), 1)
+    q_buffers = 2 if max_cluster > 1 or most_slots(2, 1) * slot_bytes >= SECOND_Q_RING_BYTES else 1
+    most = most_slots(q_buffers, max_cluster)
     # Slots of a tile are released one behind: the next one's MMAs are issued first. A tile of one slot has none to wait for.
     tile_slots = depth // slot_depth
     floor = min(tile_slots, 2) * warpgroups
@@ -271,7 +282,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     remedy = f"use a multiple of {warpgroups} from {floor} to {most}" if most >= floor else "use a smaller tile_rows, or one warpgroup"
     require(ring_slots % warpgroups == 0, "ring-per-warpgroup", key, value, remedy)
     require(ring_slots >= floor, "ring-floor", key, value, remedy, f"{ring_slots} of at least {floor}")
-    smem_map = smem_map_for(ring_slots, q_buffers)
+    smem_map = smem_map_for(ring_slots, q_buffers, max_cluster)
     smem_bytes = smem_map[-1].end
     require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", key, value, remedy, f"{ring_slots} slots need {smem_bytes:,}")
 
@@ -287,9 +298,6 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     stmatrix_matrices = min(4, lane_rows)
     kept_blocks = -(-depth // MMA_M // warpgroups)
     block_floats = tile_rows // 2 * WARPGROUP_THREADS
-    # A CTA stages O in its ring for the others, and each merges whole blocks.
-    stages_o = warpgroups == 1 and ring_slots * slot_bytes >= tile_rows * depth * F32_BYTES
-    max_cluster = min(MAX_CLUSTER, depth // MMA_M) if stages_o else 1
     piece_blocks = max(1, min(slot_bytes // (block_floats * F32_BYTES), kept_blocks))
 
     derived = Sm90Geometry(
@@ -335,7 +343,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         merge_bytes=merge_bytes,
         max_partitions=MAX_PARTITIONS,
         max_cluster=max_cluster,
-        max_slice=max(1, depth // MMA_M // 2),
+        merge_reads=MERGE_READS,
         block_floats=block_floats,
         piece_blocks=piece_blocks,
         piece_bytes=piece_blocks * block_floats * F32_BYTES,
@@ -457,7 +465,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         merge_bytes=0,
         max_partitions=MAX_PARTITIONS,
         max_cluster=1,
-        max_slice=0,
+        merge_reads=0,
         block_floats=0,
         piece_blocks=0,
         piece_bytes=0,

@@ -63,7 +63,7 @@ class Mbarrier:
 
     offset: bytes in shared memory. arrivals: what completes a phase, beside `tx_bytes` bytes that asynchronous copies bring (0: none;
     of Q for a full tile); waits: roles. phase: what the phases number. means: what a completed phase says. split_only: used only where
-    keys are split. in_cluster: of those, whether partitions are merged in clusters (None: either way).
+    keys are split. in_cluster: used only where partitions are merged in clusters (True), or only where not (None: either way).
     """
 
     name: str
@@ -283,11 +283,14 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
         means = "the warps have read the slot" if isinstance(geo, Sm90Fp8Geometry) else "the warps' MMAs have read the slot"
         result.append(Mbarrier(f"empty[{slot}]", at("mbar_empty", slot), release, 0, (producer,), "use of the slot", means))
     for buffer in range(geo.q_buffers):
+        # In a cluster the second buffer takes what the other CTAs send.
+        in_cluster = False if buffer and geo.max_cluster > 1 else None
         announce = (Arrival("load Q", 1, "expect_tx"),)
-        result.append(Mbarrier(f"q_full[{buffer}]", at("mbar_q_full", buffer), announce, geo.q_bytes, consumers, "item", "Q has landed"))
+        where, means = at("mbar_q_full", buffer), "Q has landed"
+        result.append(Mbarrier(f"q_full[{buffer}]", where, announce, geo.q_bytes, consumers, "item", means, in_cluster=in_cluster))
         release = tuple(Arrival(consumer, _consumer_warps(geo), "arrive") for consumer in consumers)
-        means = "Q is read, and the O staged over it is stored" if geo.out_region == "q" else "Q is read"
-        result.append(Mbarrier(f"q_empty[{buffer}]", at("mbar_q_empty", buffer), release, 0, ("load Q",), "item", means))
+        where, means = at("mbar_q_empty", buffer), "Q is read, and the O staged over it is stored" if geo.out_region == "q" else "Q is read"
+        result.append(Mbarrier(f"q_empty[{buffer}]", where, release, 0, ("load Q",), "item", means, in_cluster=in_cluster))
     if key_split:
         announce = (Arrival(consumers[0], 1, "expect_tx"),)
         means = "O of some partitions, first also all their LSEs, have landed, as many bytes as there are"
@@ -300,13 +303,13 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
         where, waits, in_cluster = at("mbar_verdict", w), (_producer(geo, w),), False if clusters else None
         result.append(Mbarrier(f"verdict[{w}]", where, own, 0, waits, "partition", means, split_only=True, in_cluster=in_cluster))
     if clusters:
-        (consumer,), producer, phase = consumers, _producer(geo, 0), "partition"
-        all_ctas = Arrival(consumer, 1, "arrive", each_cta=True)
-        means = "every CTA of the cluster has staged its O in its ring"
-        result.append(Mbarrier("ready", at("mbar_ready", 0), (all_ctas,), 0, consumers, phase, means, split_only=True, in_cluster=True))
-        means, both = "every CTA of the cluster has read what it merges, and the producer waits as well", (consumer, producer)
-        released = (all_ctas, Arrival(producer, 1, "arrive"))
-        result.append(Mbarrier("read", at("mbar_read", 0), released, 0, both, phase, means, split_only=True, in_cluster=True))
+        (consumer,), phase = consumers, "partition"
+        announce = (Arrival(consumer, 1, "expect_tx"),)
+        means = "what the other CTAs of the cluster send has landed, their slices of O and LSEs, as many bytes as there are"
+        result.append(Mbarrier("ready", at("mbar_ready", 0), announce, 0, consumers, phase, means, split_only=True, in_cluster=True))
+        all_ctas = (Arrival(consumer, 1, "arrive", each_cta=True),)
+        means = "every CTA of the cluster has read what was sent to it"
+        result.append(Mbarrier("read", at("mbar_read", 0), all_ctas, 0, consumers, phase, means, split_only=True, in_cluster=True))
     return result
 
 

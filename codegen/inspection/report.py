@@ -135,7 +135,7 @@ def _mbarriers(geo: Geometry) -> Sheet:
     rows = []
 
     def alike(barrier: pipeline.Mbarrier) -> tuple[object, ...]:
-        return barrier.name.split("[")[0], barrier.arrivals, barrier.tx_bytes, barrier.waits, barrier.phase
+        return barrier.name.split("[")[0], barrier.arrivals, barrier.tx_bytes, barrier.waits, barrier.phase, barrier.in_cluster
 
     for _, group in groupby(pipeline.mbarriers(geo), key=alike):
         same = list(group)
@@ -143,8 +143,10 @@ def _mbarriers(geo: Geometry) -> Sheet:
         name = first.name if len(same) == 1 else f"{first.name[:-1]}-{last.name.split('[')[1]}"
         who = " + ".join(f"{arrival.role} {_how(arrival)}" for arrival in first.arrivals)
         tx = f"{first.tx_bytes:,}" if first.tx_bytes else "-"
-        use = {None: "split keys", True: "split keys, in a cluster", False: "split keys, without a cluster"}[first.in_cluster]
-        when = f"{first.phase}{f' ({use})' if first.split_only else ''}"
+        uses = ["split keys"] if first.split_only else []
+        if first.in_cluster is not None:
+            uses.append("in a cluster" if first.in_cluster else "without a cluster")
+        when = f"{first.phase} ({', '.join(uses)})" if uses else first.phase
         count = " + ".join(f"{a.count} a CTA" for a in first.arrivals if a.each_cta)
         rest = sum(a.count for a in first.arrivals if not a.each_cta)
         count = f"{count} + {rest}" if count and rest else count or str(rest)

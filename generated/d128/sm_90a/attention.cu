@@ -610,18 +610,29 @@ struct Problem {
     unsigned q_tiles;             // tiles of one KV head
     unsigned partition_tiles;     // key tiles of a partition
     unsigned partitions;          // of every query tile; those past its last key have no work
-    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
+    unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
 };
+
+// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
+struct Quotient {
+    unsigned whole, rest;
+};
+
+__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
+    if (by == 1) return Quotient{value, 0};
+    const unsigned whole = value / by;
+    return Quotient{whole, value - whole * by};
+}
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
                                             unsigned cluster = 1) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
-    p.tile_positions = tile_rows / p.tile_heads;
+    p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
     p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
-    p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
+    p.q_tiles = (q_len <= p.tile_positions ? 1 : (q_len + p.tile_positions - 1) / p.tile_positions) * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
     p.cluster = cluster;
@@ -642,19 +653,21 @@ struct Item {
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned unit = index / p.cluster;
-    const unsigned groups = p.partitions / p.cluster;
-    item.kv_head = unit % p.kv_heads;
-    const unsigned tile = unit / p.kv_heads % p.q_tiles;
-    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
-    item.batch = unit / p.kv_heads / p.q_tiles / groups;
-    item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
-    item.position = tile / p.tiles_per_position * p.tile_positions;
-    item.head = tile % p.tiles_per_position * p.tile_rows;
+    const unsigned cluster_log2 = 31 - __clz(p.cluster);
+    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
+    const Quotient tile = divide(head.whole, p.q_tiles);
+    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
+    item.kv_head = head.rest;
+    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
+    item.batch = part.whole;
+    item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
+    const Quotient position = divide(tile.rest, p.tiles_per_position);
+    item.position = position.whole * p.tile_positions;
+    item.head = position.rest * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    item.used = max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;

@@ -90,7 +90,6 @@ constexpr unsigned BATCHES = 8;           // of a K tile, and of a V tile
 constexpr unsigned TILE_SLOTS = 2;        // slots of a K tile, and of a V tile
 constexpr unsigned Q_CHUNKS = 8;
 constexpr unsigned P_BUFFERS = 2;
-constexpr unsigned OUT_CHUNKS = 8;      // 128-byte wide chunks of the O tile
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
 constexpr unsigned KEPT_BLOCKS = 4;     // O blocks that warpgroup 0 finishes; warpgroup 1 finishes the others
@@ -444,6 +443,12 @@ __device__ __forceinline__ void ptx_bulk_load(unsigned destination, const void* 
                  : "memory");
 }
 
+// Arrives at barrier `id` of this CTA, which waits for `threads` threads (whole warps), without waiting; orders this thread's earlier
+// accesses to shared memory before those of the threads that wait. PTX ISA "bar".
+__device__ __forceinline__ void ptx_bar_arrive(unsigned id, unsigned threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Orders ordinary accesses to global memory before this fence, of this thread or seen by it, with those of the copy engine after it.
 // PTX ISA "fence.proxy".
 __device__ __forceinline__ void ptx_fence_proxy_async_global() {
@@ -583,18 +588,29 @@ struct Problem {
     unsigned q_tiles;             // tiles of one KV head
     unsigned partition_tiles;     // key tiles of a partition
     unsigned partitions;          // of every query tile; those past its last key have no work
-    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
+    unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
 };
+
+// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
+struct Quotient {
+    unsigned whole, rest;
+};
+
+__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
+    if (by == 1) return Quotient{value, 0};
+    const unsigned whole = value / by;
+    return Quotient{whole, value - whole * by};
+}
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
                                             unsigned cluster = 1) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
-    p.tile_positions = tile_rows / p.tile_heads;
+    p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
     p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
-    p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
+    p.q_tiles = (q_len <= p.tile_positions ? 1 : (q_len + p.tile_positions - 1) / p.tile_positions) * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
     p.cluster = cluster;
@@ -615,19 +631,21 @@ struct Item {
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned unit = index / p.cluster;
-    const unsigned groups = p.partitions / p.cluster;
-    item.kv_head = unit % p.kv_heads;
-    const unsigned tile = unit / p.kv_heads % p.q_tiles;
-    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
-    item.batch = unit / p.kv_heads / p.q_tiles / groups;
-    item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
-    item.position = tile / p.tiles_per_position * p.tile_positions;
-    item.head = tile % p.tiles_per_position * p.tile_rows;
+    const unsigned cluster_log2 = 31 - __clz(p.cluster);
+    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
+    const Quotient tile = divide(head.whole, p.q_tiles);
+    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
+    item.kv_head = head.rest;
+    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
+    item.batch = part.whole;
+    item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
+    const Quotient position = divide(tile.rest, p.tiles_per_position);
+    item.position = position.whole * p.tile_positions;
+    item.head = position.rest * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    item.used = max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
@@ -1251,7 +1269,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     // m scale log2(e) + log2(l); without a key both terms are -inf.
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     unsigned first_block = 0, blocks = O_BLOCKS;
-    bool writes_lse = at.warp == 0 && at.warpgroup == 0;
+    bool writes_lse = at.warp == 3 && at.warpgroup == 0;
     if (item.used > 1) {
         if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
         log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
@@ -1264,16 +1282,15 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
     ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
-    if (at.warp == 0 && ptx_elect_sync()) {
+    if (ptx_elect_sync()) {
+        // A thread of each warp, since a copy takes a thread longer to start than to stage.
 #pragma unroll 1
-        for (unsigned chunk = 0; chunk < OUT_CHUNKS; ++chunk)
+        for (unsigned chunk = first_block * CHUNKS_PER_BLOCK + at.warp; chunk < (first_block + blocks) * CHUNKS_PER_BLOCK; chunk += 4)
             // Rows of the box outside the tensor are dropped.
-            if (share.has(chunk / CHUNKS_PER_BLOCK) && chunk / CHUNKS_PER_BLOCK - first_block < blocks)
-                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head,
-                                 item.batch);
+            if (share.has(chunk / CHUNKS_PER_BLOCK))
+                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position,
+                                 item.kv_head, item.batch);
         ptx_bulk_commit_group();
-        // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
-        ptx_bulk_wait_group_read();
     }
     __syncwarp();
 
@@ -1285,6 +1302,9 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
         const unsigned long long q_head = (unsigned long long)(item.batch * p.kv_heads + item.kv_head) * p.group + head;
         lse[q_head * p.q_len + position] = log2_lse * LN2;
     }
+    // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
+    if (ptx_elect_sync()) ptx_bulk_wait_group_read();
+    __syncwarp();
 }
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
@@ -1373,38 +1393,45 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     const unsigned lane = threadIdx.x % 32;
     const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS);
 
-    if (warp == 0 && ptx_elect_sync()) {
-        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
+    // Each producer initialises the mbarriers it works with and goes on to its copies; only the consumers wait for all of that.
+    const unsigned producer = warp - WARPGROUPS * 4;
+    if (producer < WARPGROUPS && ptx_elect_sync()) {
+        ptx_prefetch_tensormap(&k_map);
+        ptx_prefetch_tensormap(&v_map);
+        for (unsigned slot = producer * Tile::SLOTS_PER_RING; slot < (producer + 1) * Tile::SLOTS_PER_RING; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
             ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
         }
+        ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
+        ptx_fence_mbarrier_init();
+    }
+    if (producer == WARPGROUPS && ptx_elect_sync()) {
+        ptx_prefetch_tensormap(&q_map);
         for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
             ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
         }
-        for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup)
-            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);  // publish
         ptx_fence_mbarrier_init();
     }
-    // Tile rows that no box covers: zeros, once.
-    const unsigned used_rows = p.tile_heads * p.tile_positions;
-    if (used_rows < Tile::ROWS) {
-        for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += THREADS)
-            if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
-        ptx_fence_proxy_async();
-    }
-    // Orders the mbarriers' initialisation and the zeros before every role.
-    ptx_bar_sync(0, THREADS);
+    __syncwarp();
 
     if (warp < WARPGROUPS * 4) {
+        // Tile rows that no box covers: zeros, once.
+        const unsigned used_rows = p.tile_heads * p.tile_positions;
+        if (used_rows < Tile::ROWS) {
+            for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
+                if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
+            ptx_fence_proxy_async();
+        }
+        // Orders the mbarriers' initialisation, by the producers, and the zeros before the consumers' work.
+        ptx_bar_sync(0, THREADS);
         ptx_setmaxnreg_inc<232>();
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, k_scale, v_scale);
     } else {
+        // Meets the consumers' wait for the initialisation.
+        ptx_bar_arrive(0, THREADS);
         ptx_setmaxnreg_dec<40>();
-        const unsigned producer = warp - WARPGROUPS * 4;
         if (producer < WARPGROUPS && ptx_elect_sync()) {
-            ptx_prefetch_tensormap(&k_map);
-            ptx_prefetch_tensormap(&v_map);
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
             load_queries<Tile>(p, &q_map, smem);

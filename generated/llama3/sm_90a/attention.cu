@@ -82,13 +82,11 @@ constexpr unsigned SLOT_BYTES = 16384;
 constexpr unsigned TILE_SLOTS = 1;        // slots of a K tile, and of a V tile
 constexpr unsigned Q_CHUNKS = 2;
 constexpr unsigned P_BUFFERS = 2;
-constexpr unsigned OUT_CHUNKS = 2;      // 128-byte wide chunks of the O tile
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
 constexpr unsigned KEPT_BLOCKS = 2;     // O blocks that warpgroup 0 finishes
 constexpr unsigned MBARRIER_BYTES = 8;
-constexpr unsigned MAX_CLUSTER = 2;
-constexpr unsigned MAX_SLICE = 1;       // O blocks of a CTA where a cluster has merged its partitions
+constexpr unsigned MERGE_READS = 8;      // 16-byte reads of other clusters' slices that a thread has under way at most
 static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
 // What depends on the rows of a tile.
 // ROWS           query rows, the N of both MMAs
@@ -101,6 +99,8 @@ static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, 
 // BLOCK_FLOATS   of an O block: FRAGMENT x 128 lanes. With split keys a partition's O passes through global memory and the ring as it lies
 //                in the accumulators, PIECE_BLOCKS blocks at a time, which fill at most a slot
 // WEIGHTS        [64 partitions][32 lanes] float
+// LANDING        [CTAs of the cluster - 1][blocks of a slice][quad of registers][128 threads][4] float: what they send, from the second Q
+//                buffer on, which a launch in clusters does without
 // LAST           whether this CTA merges the partitions, for the consumers and each producer
 // FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]; READY, READ: 1 each
 struct Tile8 {
@@ -111,6 +111,7 @@ struct Tile8 {
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
     static constexpr unsigned RING_SLOTS = 13;
+    static constexpr unsigned MAX_CLUSTER = 2;
     static constexpr unsigned SLOTS_PER_RING = 13;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
@@ -130,6 +131,7 @@ struct Tile8 {
     static constexpr unsigned Q_FULL_OFFSET = 229600;
     static constexpr unsigned Q_EMPTY_OFFSET = 229616;
     static constexpr unsigned VERDICT_OFFSET = 229632;
+    static constexpr unsigned LANDING_OFFSET = 215040;
     static constexpr unsigned READY_OFFSET = 229640;
     static constexpr unsigned READ_OFFSET = 229648;
 };
@@ -141,6 +143,7 @@ struct Tile16 {
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
     static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned MAX_CLUSTER = 2;
     static constexpr unsigned SLOTS_PER_RING = 12;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
@@ -160,6 +163,7 @@ struct Tile16 {
     static constexpr unsigned Q_FULL_OFFSET = 219344;
     static constexpr unsigned Q_EMPTY_OFFSET = 219360;
     static constexpr unsigned VERDICT_OFFSET = 219376;
+    static constexpr unsigned LANDING_OFFSET = 200704;
     static constexpr unsigned READY_OFFSET = 219384;
     static constexpr unsigned READ_OFFSET = 219392;
 };
@@ -171,6 +175,7 @@ struct Tile32 {
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
     static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned MAX_CLUSTER = 2;
     static constexpr unsigned SLOTS_PER_RING = 12;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
@@ -190,6 +195,7 @@ struct Tile32 {
     static constexpr unsigned Q_FULL_OFFSET = 231632;
     static constexpr unsigned Q_EMPTY_OFFSET = 231648;
     static constexpr unsigned VERDICT_OFFSET = 231664;
+    static constexpr unsigned LANDING_OFFSET = 204800;
     static constexpr unsigned READY_OFFSET = 231672;
     static constexpr unsigned READ_OFFSET = 231680;
 };
@@ -463,9 +469,14 @@ __device__ __forceinline__ unsigned ptx_cluster_nctarank() {
     return size;
 }
 
-// The barrier of all threads of the cluster. Arrivals release nothing by themselves: a fence before them says what. PTX ISA "barrier.cluster".
-__device__ __forceinline__ void ptx_barrier_cluster_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// The barrier of all threads of the cluster, in two halves. An arrival releases nothing by itself: a fence before it says what.
+// PTX ISA "barrier.cluster".
+__device__ __forceinline__ void ptx_barrier_cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void ptx_barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The shared::cluster address of `address`, one of this CTA's own shared memory, in the CTA of that rank. PTX ISA "mapa".
@@ -475,20 +486,17 @@ __device__ __forceinline__ unsigned ptx_mapa(unsigned address, unsigned rank) {
     return remote;
 }
 
-// Loads from the shared memory of any CTA of the cluster. PTX ISA "ld", .shared::cluster.
-__device__ __forceinline__ float ptx_ld_cluster(unsigned address) {
-    float value;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
+// Starts a store to the shared memory of any CTA of the cluster; its bytes count towards `barrier`, of the same CTA, when they are there.
+// Whoever waits for that barrier sees them. PTX ISA "st.async".
+__device__ __forceinline__ void ptx_st_async(unsigned address, float value, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address), "f"(value), "r"(barrier)
+                 : "memory");
 }
 
-__device__ __forceinline__ float4 ptx_ld_cluster_v4(unsigned address) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 { %0, %1, %2, %3 }, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address)
+__device__ __forceinline__ void ptx_st_async_v4(unsigned address, float4 value, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4 }, [%5];" ::"r"(address),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
                  : "memory");
-    return value;
 }
 
 // One arrival at an mbarrier of any CTA of the cluster; releases this thread's earlier accesses to all of them. PTX ISA "mbarrier.arrive".
@@ -507,6 +515,12 @@ __device__ __forceinline__ bool ptx_mbarrier_try_wait_cluster(unsigned barrier, 
         : "r"(barrier), "r"(parity)
         : "memory");
     return done != 0;
+}
+
+// Arrives at barrier `id` of this CTA, which waits for `threads` threads (whole warps), without waiting; orders this thread's earlier
+// accesses to shared memory before those of the threads that wait. PTX ISA "bar".
+__device__ __forceinline__ void ptx_bar_arrive(unsigned id, unsigned threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Orders ordinary accesses to global memory before this fence, of this thread or seen by it, with those of the copy engine after it.
@@ -636,21 +650,32 @@ struct Problem {
     unsigned q_tiles;             // tiles of one KV head
     unsigned partition_tiles;     // key tiles of a partition
     unsigned partitions;          // of every query tile; those past its last key have no work
-    unsigned cluster;             // CTAs of a cluster; they take as many partitions of one query tile, rank r the r-th of them
+    unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
     const int* key_lengths;  // [batch]
     const int* block_table;  // [batch][table_pages]
     unsigned table_pages;
 };
 
+// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
+struct Quotient {
+    unsigned whole, rest;
+};
+
+__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
+    if (by == 1) return Quotient{value, 0};
+    const unsigned whole = value / by;
+    return Quotient{whole, value - whole * by};
+}
+
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
                                             unsigned cluster = 1) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
-    p.tile_positions = tile_rows / p.tile_heads;
+    p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
     p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
-    p.q_tiles = (q_len + p.tile_positions - 1) / p.tile_positions * p.tiles_per_position;
+    p.q_tiles = (q_len <= p.tile_positions ? 1 : (q_len + p.tile_positions - 1) / p.tile_positions) * p.tiles_per_position;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
     p.cluster = cluster;
@@ -672,15 +697,17 @@ struct Item {
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned unit = index / p.cluster;
-    const unsigned groups = p.partitions / p.cluster;
-    item.kv_head = unit % p.kv_heads;
-    const unsigned tile = unit / p.kv_heads % p.q_tiles;
-    item.partition = unit / p.kv_heads / p.q_tiles % groups * p.cluster + index % p.cluster;
-    item.batch = unit / p.kv_heads / p.q_tiles / groups;
-    item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
-    item.position = tile / p.tiles_per_position * p.tile_positions;
-    item.head = tile % p.tiles_per_position * p.tile_rows;
+    const unsigned cluster_log2 = 31 - __clz(p.cluster);
+    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
+    const Quotient tile = divide(head.whole, p.q_tiles);
+    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
+    item.kv_head = head.rest;
+    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
+    item.batch = part.whole;
+    item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
+    const Quotient position = divide(tile.rest, p.tiles_per_position);
+    item.position = position.whole * p.tile_positions;
+    item.head = position.rest * p.tile_rows;
     // A length that the launch has no partitions for would leave a merge waiting for CTAs that do not exist.
     item.keys = min(max(p.key_lengths[item.batch], 0), (int)p.keys);
     // Position i sees keys - q_len + i + 1 keys: the first row of the tile the fewest, the last the most.
@@ -688,7 +715,7 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.all_see = max(before + (int)item.position + 1, 0);
     const int seen = max(before + (int)min(item.position + p.tile_positions, p.q_len), 0);
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    item.used = max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
@@ -756,6 +783,11 @@ __device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) 
     return Share{true, true, TILE_BARRIER, 128};
 }
 
+template <class Tile>
+__device__ __forceinline__ unsigned q_buffers_of(const Problem& p) {
+    return p.cluster > 1 ? 1 : Tile::Q_BUFFERS;  // see LANDING
+}
+
 __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity) {
     while (!ptx_mbarrier_try_wait_cluster(mbarrier, parity)) {
     }
@@ -765,7 +797,7 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
 // partitions of a query tile, their O. A warp runs it.
-// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it), or `read` in a cluster (hand_back).
+// Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
 // Signals: `full` of the slot, by the copy's bytes.
 template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
@@ -827,14 +859,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
             }
         }
         const Share share = share_of(item, warpgroup);
-        if (item.used == 1 || !share.any()) continue;
-        if (p.cluster > 1) {
-            // The consumers stage O in the ring for the cluster. The arrival keeps them from getting two items ahead of this wait.
-            if (ptx_elect_sync()) ptx_mbarrier_arrive(smem + Tile::READ_OFFSET);
-            wait_cluster(smem + Tile::READ_OFFSET, verdict_parity);
-            verdict_parity ^= 1;
-            continue;
-        }
+        if (item.used == 1 || !share.any() || p.cluster > 1) continue;
         wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
         const unsigned merges = reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup];
@@ -874,7 +899,7 @@ __device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_
         for (unsigned chunk = 0; chunk < Q_CHUNKS; ++chunk)
             ptx_tma_load_5d(smem + Tile::Q_OFFSET + at.slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, q_map, full, chunk * 64, item.head, item.position,
                             item.kv_head, item.batch);
-        at.advance(Tile::Q_BUFFERS);
+        at.advance(q_buffers_of<Tile>(p));
     }
 }
 
@@ -1224,15 +1249,19 @@ struct Weights {
     __device__ __forceinline__ float of(float log2_part) const { return ptx_ex2_approx_ftz(log2_part + top) * inverse; }
 };
 
-// log2_parts(i): the log2 of the LSE of part i.
-template <class Parts>
-__device__ __forceinline__ Weights weigh(unsigned parts, const Parts& log2_parts) {
+// log2_parts: [parts][32 lanes], of this lane; parts is a multiple of STEP.
+constexpr unsigned STEP = 4;
+__device__ __forceinline__ Weights weigh(unsigned parts, const float* log2_parts) {
     float top = MINUS_INFINITY;
-    for (unsigned i = 0; i < parts; ++i) top = fmaxf(top, log2_parts(i));
+    for (unsigned i = 0; i < parts; i += STEP)
+#pragma unroll
+        for (unsigned j = 0; j < STEP; ++j) top = fmaxf(top, log2_parts[(i + j) * 32]);
     // No key in any of them: all weights are 2^-inf = 0.
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
-    for (unsigned i = 0; i < parts; ++i) sum += ptx_ex2_approx_ftz(log2_parts(i) + reference);
+    for (unsigned i = 0; i < parts; i += STEP)
+#pragma unroll
+        for (unsigned j = 0; j < STEP; ++j) sum += ptx_ex2_approx_ftz(log2_parts[(i + j) * 32] + reference);
     return Weights{reference, sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f, top + ptx_lg2_approx_ftz(sum)};
 }
 
@@ -1246,132 +1275,165 @@ __device__ __forceinline__ void add_weighted(float (&o)[Tile::FRAGMENT], unsigne
 }
 
 // The first half of the merge in a cluster: its CTAs hold a partition each; afterwards each holds, in o[0 ..], O of all of them in a slice of
-// O_BLOCKS / cluster blocks, the rank-th. Returns the log2 of their LSE.
-// Waits: `ready` (every CTA of the cluster has staged its O). Signals: `ready` of every CTA.
-template <class Tile>
-__device__ __forceinline__ float merge_cluster(float (&o)[O_BLOCKS][Tile::FRAGMENT], float log2_lse, const Problem& p, unsigned rank,
-                                               const Place& at, unsigned parity) {
+// O_BLOCKS / CLUSTER blocks, the rank-th. Returns the log2 of their LSE. Every CTA sends the others their slices as they lie in the
+// accumulators, into memory kept for that: nobody has to have reached this point, or to be asked.
+// Waits: `ready` (the slices and LSEs of all others have landed). Signals: `ready` of every other CTA, by the stores' bytes.
+template <class Tile, unsigned CLUSTER>
+__device__ __forceinline__ float merge_cluster(float (&o)[O_BLOCKS][Tile::FRAGMENT], float log2_lse, unsigned rank, const Place& at,
+                                               unsigned parity) {
     constexpr unsigned QUADS = Tile::FRAGMENT / 4;
+    constexpr unsigned SLICE = O_BLOCKS / CLUSTER;
+    constexpr unsigned SLICE_QUADS = SLICE * QUADS;
+    constexpr unsigned SLICE_BYTES = SLICE_QUADS * 128 * 16;
     const unsigned thread = at.warp * 32 + at.lane;
-    // The ring is empty, and stays so: its producer waits for `read`.
-    float4* staged = reinterpret_cast<float4*>(at.smem_bytes + (at.ring - at.smem)) + thread;
+    const unsigned ready = at.smem + Tile::READY_OFFSET;
+    if (thread == 0) ptx_mbarrier_arrive_expect_tx(ready, (CLUSTER - 1) * (SLICE_BYTES + 32 * 4));
+    // In a CTA, slices and LSEs of the others lie in the order of their ranks.
 #pragma unroll
-    for (unsigned block = 0; block < O_BLOCKS; ++block)
+    for (unsigned r = 0; r < CLUSTER; ++r)
+        if (r != rank) {
+            const unsigned place = rank - (rank > r);
+            const unsigned slice = ptx_mapa(at.smem + Tile::LANDING_OFFSET, r) + place * SLICE_BYTES + thread * 16;
+            const unsigned landed = ptx_mapa(ready, r);
 #pragma unroll
-        for (unsigned quad = 0; quad < QUADS; ++quad) staged[(block * QUADS + quad) * 128] = quad_of<Tile>(o[block], quad);
-    if (at.warp == 0) reinterpret_cast<float*>(at.smem_bytes + Tile::WEIGHTS_OFFSET)[at.lane] = log2_lse;
-    // Orders every thread's part before the arrivals, which release them all to the cluster.
-    ptx_bar_sync(TILE_BARRIER, 128);
-    if (thread < p.cluster) ptx_mbarrier_arrive_cluster(ptx_mapa(at.smem + Tile::READY_OFFSET, thread));
-    wait_cluster(at.smem + Tile::READY_OFFSET, parity);
+            for (unsigned quad = 0; quad < SLICE_QUADS; ++quad)
+                ptx_st_async_v4(slice + quad * (128 * 16), quad_of<Tile>(o[r * SLICE + quad / QUADS], quad % QUADS), landed);
+            if (at.warp == 0) ptx_st_async(ptx_mapa(at.smem + Tile::WEIGHTS_OFFSET, r) + (place * 32 + at.lane) * 4, log2_lse, landed);
+        }
+    wait_cluster(ready, parity);
 
-    float log2_parts[MAX_CLUSTER];
+    const float* lses = reinterpret_cast<const float*>(at.smem_bytes + Tile::WEIGHTS_OFFSET) + at.lane;
+    const float4* slices = reinterpret_cast<const float4*>(at.smem_bytes + Tile::LANDING_OFFSET) + thread;
+    float log2_parts[CLUSTER];
 #pragma unroll
-    for (unsigned r = 0; r < MAX_CLUSTER; ++r)
-        log2_parts[r] = r < p.cluster ? ptx_ld_cluster(ptx_mapa(at.smem + Tile::WEIGHTS_OFFSET + at.lane * 4, r)) : MINUS_INFINITY;
+    for (unsigned r = 0; r < CLUSTER; ++r) log2_parts[r] = r == rank ? log2_lse : lses[(r - (r > rank)) * 32];
     float top = log2_parts[0];
 #pragma unroll
-    for (unsigned r = 1; r < MAX_CLUSTER; ++r) top = fmaxf(top, log2_parts[r]);
+    for (unsigned r = 1; r < CLUSTER; ++r) top = fmaxf(top, log2_parts[r]);
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
 #pragma unroll
-    for (unsigned r = 0; r < MAX_CLUSTER; ++r) sum += log2_parts[r] = ptx_ex2_approx_ftz(log2_parts[r] + reference);
+    for (unsigned r = 0; r < CLUSTER; ++r) sum += log2_parts[r] = ptx_ex2_approx_ftz(log2_parts[r] + reference);
     const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
 
-    const unsigned slice = O_BLOCKS / p.cluster;
+    float merged[SLICE][Tile::FRAGMENT];
 #pragma unroll
-    for (unsigned block = 0; block < MAX_SLICE; ++block)
+    for (unsigned block = 0; block < SLICE; ++block)
 #pragma unroll
-        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) merged[block][r] = 0.0f;
     // In the order of the partitions, so of the keys.
 #pragma unroll
-    for (unsigned r = 0; r < MAX_CLUSTER; ++r)
-        if (r < p.cluster) {
-            float weight[Tile::LANE_ROWS];
+    for (unsigned r = 0; r < CLUSTER; ++r) {
+        float weight[Tile::LANE_ROWS];
 #pragma unroll
-            for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(log2_parts[r] * inverse, row, at.lane);
-            const unsigned parts = ptx_mapa(at.ring, r) + (rank * slice * QUADS * 128 + thread) * 16;
+        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(log2_parts[r] * inverse, row, at.lane);
 #pragma unroll
-            for (unsigned block = 0; block < MAX_SLICE; ++block)
-                if (block < slice) {
-                    float4 part[QUADS];
-#pragma unroll
-                    for (unsigned quad = 0; quad < QUADS; ++quad) part[quad] = ptx_ld_cluster_v4(parts + (block * QUADS + quad) * (128 * 16));
-#pragma unroll
-                    for (unsigned quad = 0; quad < QUADS; ++quad) add_weighted<Tile>(o[block], quad, weight, part[quad]);
-                }
+        for (unsigned quad = 0; quad < SLICE_QUADS; ++quad) {
+            float4 part;
+            if (r == rank)
+                part = quad_of<Tile>(o[r * SLICE + quad / QUADS], quad % QUADS);
+            else
+                part = slices[((r - (r > rank)) * SLICE_QUADS + quad) * 128];
+            add_weighted<Tile>(merged[quad / QUADS], quad % QUADS, weight, part);
         }
+    }
+#pragma unroll
+    for (unsigned block = 0; block < SLICE; ++block)
+#pragma unroll
+        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = merged[block][r];
     return top + ptx_lg2_approx_ftz(sum);
 }
 
 // The second half, where a query tile has several clusters: each CTA hands over its slice in global memory, and the last one of that slice
 // merges them. Returns whether this is the last one.
-template <class Tile>
+template <class Tile, unsigned CLUSTER>
 __device__ __forceinline__ bool merge_clusters(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& log2_lse, const Problem& p, const Item& item,
                                                unsigned rank, const Place& at, const Workspace& workspace) {
     constexpr unsigned QUADS = Tile::FRAGMENT / 4;
+    constexpr unsigned SLICE = O_BLOCKS / CLUSTER;
+    constexpr unsigned SLICE_QUADS = SLICE * QUADS;
+    constexpr unsigned AHEAD = SLICE_QUADS < MERGE_READS ? MERGE_READS / SLICE_QUADS : 1;  // clusters read together, a power of two
     const unsigned thread = at.warp * 32 + at.lane;
-    const unsigned groups = p.partitions / p.cluster;
-    const unsigned used = (item.used + p.cluster - 1) / p.cluster;
-    const unsigned slice = O_BLOCKS / p.cluster;
+    const unsigned groups = p.partitions / CLUSTER;
+    const unsigned used = (item.used + CLUSTER - 1) / CLUSTER;
     const unsigned first = item.query_tile * groups;
     float4* partial = reinterpret_cast<float4*>(workspace.o + (unsigned long long)first * (O_BLOCKS * Tile::BLOCK_FLOATS));
-    partial += rank * slice * QUADS * 128 + thread;
-    float4* mine = partial + item.partition / p.cluster * (O_BLOCKS * QUADS * 128);
+    partial += rank * SLICE_QUADS * 128 + thread;
+    float4* mine = partial + item.partition / CLUSTER * (O_BLOCKS * QUADS * 128);
 #pragma unroll
-    for (unsigned block = 0; block < MAX_SLICE; ++block)
-        if (block < slice)
-#pragma unroll
-            for (unsigned quad = 0; quad < QUADS; ++quad) mine[(block * QUADS + quad) * 128] = quad_of<Tile>(o[block], quad);
+    for (unsigned quad = 0; quad < SLICE_QUADS; ++quad) mine[quad * 128] = quad_of<Tile>(o[quad / QUADS], quad % QUADS);
     // Every rank writes the LSE, next to that of the same rank in the other clusters: an arrival releases what its own CTA wrote.
-    float* lse = workspace.lse + (first * p.cluster + rank * groups) * 32;
-    if (at.warp == 0) lse[item.partition / p.cluster * 32 + at.lane] = log2_lse;
+    float* lse = workspace.lse + (first * CLUSTER + rank * groups) * 32;
+    if (at.warp == 0) lse[item.partition / CLUSTER * 32 + at.lane] = log2_lse;
     unsigned* last = reinterpret_cast<unsigned*>(at.smem_bytes + Tile::LAST_OFFSET);
     // Orders every thread's part of the slice before the arrival, which releases them all.
     ptx_bar_sync(TILE_BARRIER, 128);
-    if (at.warp == 0 && ptx_elect_sync()) last[0] = arrive_last(workspace.arrived + item.query_tile * p.cluster + rank, workspace.launch, used);
+    if (at.warp == 0 && ptx_elect_sync()) last[0] = arrive_last(workspace.arrived + item.query_tile * CLUSTER + rank, workspace.launch, used);
     // Orders the answer, and with it the other clusters' slices, before every thread's reads.
     ptx_bar_sync(TILE_BARRIER, 128);
     if (!last[0]) return false;
 
-    // The first 32 lanes are what other CTAs may still read.
-    float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET) + 8;
-    for (unsigned i = thread; i < used * 8; i += 128) all[i] = reinterpret_cast<const float4*>(lse)[i];
+    float4 part[AHEAD][SLICE_QUADS];
+    const auto read = [&](unsigned from) {
+#pragma unroll
+        for (unsigned i = 0; i < AHEAD; ++i)
+#pragma unroll
+            for (unsigned quad = 0; quad < SLICE_QUADS; ++quad)
+                part[i][quad] = partial[(min(from + i, used - 1) * (O_BLOCKS * QUADS) + quad) * 128];
+    };
+    // The first slices travel while the LSEs do.
+    read(0);
+    float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET) + CLUSTER * 8;  // after the cluster's own
+    // Clusters are worked on several at a time: those past the last one weigh nothing.
+    const unsigned whole = (used + (AHEAD > STEP ? AHEAD : STEP) - 1) & ~((AHEAD > STEP ? AHEAD : STEP) - 1);
+    const float4 nothing = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+    for (unsigned i = thread; i < whole * 8; i += 128) all[i] = i < used * 8 ? reinterpret_cast<const float4*>(lse)[i] : nothing;
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(TILE_BARRIER, 128);
     const float* staged = reinterpret_cast<const float*>(all) + at.lane;
-    const Weights weights = weigh(used, [&](unsigned i) { return staged[i * 32]; });
+    const Weights weights = weigh(whole, staged);
 #pragma unroll
-    for (unsigned block = 0; block < MAX_SLICE; ++block)
+    for (unsigned block = 0; block < SLICE; ++block)
 #pragma unroll
         for (unsigned r = 0; r < Tile::FRAGMENT; ++r) o[block][r] = 0.0f;
-#pragma unroll(32 / Tile::ROWS)
-    for (unsigned i = 0; i < used; ++i) {
-        const float own = weights.of(staged[i * 32]);
-        float weight[Tile::LANE_ROWS];
+#pragma unroll 1
+    for (unsigned from = 0;;) {
 #pragma unroll
-        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(own, row, at.lane);
-        const float4* parts = partial + i * (O_BLOCKS * QUADS * 128);
+        for (unsigned i = 0; i < AHEAD; ++i) {
+            const float own = weights.of(staged[(from + i) * 32]);
+            float weight[Tile::LANE_ROWS];
 #pragma unroll
-        for (unsigned block = 0; block < MAX_SLICE; ++block)
-            if (block < slice)
+            for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(own, row, at.lane);
 #pragma unroll
-                for (unsigned quad = 0; quad < QUADS; ++quad) add_weighted<Tile>(o[block], quad, weight, parts[(block * QUADS + quad) * 128]);
+            for (unsigned quad = 0; quad < SLICE_QUADS; ++quad) add_weighted<Tile>(o[quad / QUADS], quad % QUADS, weight, part[i][quad]);
+        }
+        from += AHEAD;
+        if (from >= used) break;
+        read(from);
     }
     log2_lse = weights.log2_lse;
     return true;
 }
 
-// Ends the merge in a cluster: once every CTA has read what this one staged, its ring goes back to its producer.
-// Waits: `read` (every CTA has read, and the producer waits as well). Signals: `read` of every CTA.
+// Both halves. Returns whether this CTA holds its slice of the whole; if not, the last CTA of the slice does.
+template <class Tile, unsigned CLUSTER>
+__device__ __forceinline__ bool merge_in_cluster(float (&o)[O_BLOCKS][Tile::FRAGMENT], float& log2_lse, const Problem& p, const Item& item,
+                                                 unsigned rank, const Place& at, const Workspace& workspace, unsigned parity) {
+    log2_lse = merge_cluster<Tile, CLUSTER>(o, log2_lse, rank, at, parity);
+    return item.used <= CLUSTER || merge_clusters<Tile, CLUSTER>(o, log2_lse, p, item, rank, at, workspace);
+}
+
+// Ends the merge in a cluster, in two halves: this CTA has read what the others sent; all have, and each may send of its next item.
+// Waits: `read` (every CTA has read). Signals: `read` of every CTA. Before the first half every thread has passed a barrier: the arrivals
+// release all of their reads.
 template <class Tile>
-__device__ __forceinline__ void hand_back(const Problem& p, const Place& at, unsigned parity) {
-    // The copies that refill a ring belong to the other proxy and could overtake merge_cluster's stores and reads.
-    ptx_fence_proxy_async();
-    // Orders every thread's reads before the arrivals, which release them all.
-    ptx_bar_sync(TILE_BARRIER, 128);
+__device__ __forceinline__ void announce_read(const Problem& p, const Place& at) {
     const unsigned thread = at.warp * 32 + at.lane;
     if (thread < p.cluster) ptx_mbarrier_arrive_cluster(ptx_mapa(at.smem + Tile::READ_OFFSET, thread));
+}
+
+template <class Tile>
+__device__ __forceinline__ void take_back(const Place& at, unsigned parity) {
     wait_cluster(at.smem + Tile::READ_OFFSET, parity);
 }
 
@@ -1404,15 +1466,25 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     // m scale log2(e) + log2(l); without a key both terms are -inf.
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     unsigned first_block = 0, blocks = O_BLOCKS;
-    bool writes_lse = at.warp == 0 && at.warpgroup == 0;
+    bool writes_lse = at.warp == 3 && at.warpgroup == 0;
     const bool in_cluster = item.used > 1 && p.cluster > 1;
     if (in_cluster) {
         const unsigned rank = item.partition % p.cluster;
         const unsigned parity = cluster_parity;
         cluster_parity ^= 1;
-        log2_lse = merge_cluster<Tile>(o, log2_lse, p, rank, at, parity);
-        if (item.used > p.cluster && !merge_clusters<Tile>(o, log2_lse, p, item, rank, at, workspace)) {
-            hand_back<Tile>(p, at, parity);
+        bool ours = true;
+        if constexpr (Tile::MAX_CLUSTER == 4) {
+            if (p.cluster == 4)
+                ours = merge_in_cluster<Tile, 4>(o, log2_lse, p, item, rank, at, workspace, parity);
+            else
+                ours = merge_in_cluster<Tile, 2>(o, log2_lse, p, item, rank, at, workspace, parity);
+        } else if constexpr (Tile::MAX_CLUSTER == 2) {
+            ours = merge_in_cluster<Tile, 2>(o, log2_lse, p, item, rank, at, workspace, parity);
+        }
+        if (!ours) {
+            ptx_bar_sync(TILE_BARRIER, 128);
+            announce_read<Tile>(p, at);
+            take_back<Tile>(at, parity);
             return;
         }
         blocks = O_BLOCKS / p.cluster;
@@ -1430,18 +1502,18 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
     ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
-    if (at.warp == 0 && ptx_elect_sync()) {
+    if (ptx_elect_sync()) {
+        // A thread of each warp, since a copy takes a thread longer to start than to stage.
 #pragma unroll 1
-        for (unsigned chunk = 0; chunk < OUT_CHUNKS; ++chunk)
+        for (unsigned chunk = first_block * CHUNKS_PER_BLOCK + at.warp; chunk < (first_block + blocks) * CHUNKS_PER_BLOCK; chunk += 4)
             // Rows of the box outside the tensor are dropped.
-            if (share.has(chunk / CHUNKS_PER_BLOCK) && chunk / CHUNKS_PER_BLOCK - first_block < blocks)
-                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position, item.kv_head,
-                                 item.batch);
+            if (share.has(chunk / CHUNKS_PER_BLOCK))
+                ptx_tma_store_5d(out_map, out_tile + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head, item.position,
+                                 item.kv_head, item.batch);
         ptx_bulk_commit_group();
-        // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
-        ptx_bulk_wait_group_read();
     }
     __syncwarp();
+    if (in_cluster) announce_read<Tile>(p, at);
 
     // One lane a row writes the LSE, in natural units.
     const unsigned position = item.position + row / p.tile_heads;
@@ -1451,7 +1523,10 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
         const unsigned long long q_head = (unsigned long long)(item.batch * p.kv_heads + item.kv_head) * p.group + head;
         lse[q_head * p.q_len + position] = log2_lse * LN2;
     }
-    if (in_cluster) hand_back<Tile>(p, at, cluster_parity ^ 1);
+    // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
+    if (ptx_elect_sync()) ptx_bulk_wait_group_read();
+    __syncwarp();
+    if (in_cluster) take_back<Tile>(at, cluster_parity ^ 1);
 }
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
@@ -1513,7 +1588,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         }
         finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e);
         if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
-        q.advance(Tile::Q_BUFFERS);
+        q.advance(q_buffers_of<Tile>(p));
     }
 }
 
@@ -1542,45 +1617,56 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     p.table_pages = table_pages;
     p.key_lengths = key_lengths;
 
-    if (warp == 0 && ptx_elect_sync()) {
-        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
+    // Each producer initialises the mbarriers it works with and goes on to its copies; only the consumers wait for all of that.
+    const unsigned producer = warp - WARPGROUPS * 4;
+    if (producer < WARPGROUPS && ptx_elect_sync()) {
+        ptx_prefetch_tensormap(&k_map);
+        ptx_prefetch_tensormap(&v_map);
+        for (unsigned slot = producer * Tile::SLOTS_PER_RING; slot < (producer + 1) * Tile::SLOTS_PER_RING; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
             ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
         }
+        ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
+        ptx_mbarrier_init(smem + Tile::READY_OFFSET, 1);  // merge_cluster; the bytes that the other CTAs send follow
+        ptx_mbarrier_init(smem + Tile::READ_OFFSET, p.cluster);  // announce_read of every CTA
+        ptx_fence_mbarrier_init();
+    }
+    if (producer == WARPGROUPS && ptx_elect_sync()) {
+        ptx_prefetch_tensormap(&q_map);
         for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
             ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
         }
-        for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup)
-            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, 1);  // publish
-        ptx_mbarrier_init(smem + Tile::READY_OFFSET, p.cluster);  // merge_cluster of every CTA
-        ptx_mbarrier_init(smem + Tile::READ_OFFSET, p.cluster + 1);  // hand_back of every CTA, and the producer of this one
         ptx_fence_mbarrier_init();
     }
-    // Tile rows that no box covers: zeros, once.
-    const unsigned used_rows = p.tile_heads * p.tile_positions;
-    if (used_rows < Tile::ROWS) {
-        for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += THREADS)
-            if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
-        ptx_fence_proxy_async();
-    }
-    // Orders the mbarriers' initialisation and the zeros before every role.
-    ptx_bar_sync(0, THREADS);
-    // Orders the initialisation, which fence_mbarrier_init has released to the cluster, before the other CTAs' arrivals. Without a cluster
-    // it would be a barrier of all threads of the CTA: no role may meet it alone.
-    if (p.cluster > 1) ptx_barrier_cluster_relaxed();
+    __syncwarp();
+    // The cluster's barrier orders the initialisation, which fence_mbarrier_init has released to the cluster, before the other CTAs'
+    // arrivals. Without a cluster it would be a barrier of all threads of the CTA: no role may meet it alone.
+    if (p.cluster > 1) ptx_barrier_cluster_arrive_relaxed();
 
     if (warp < WARPGROUPS * 4) {
+        // Tile rows that no box covers: zeros, once.
+        const unsigned used_rows = p.tile_heads * p.tile_positions;
+        if (used_rows < Tile::ROWS) {
+            for (unsigned unit = threadIdx.x; unit < q_buffers_of<Tile>(p) * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
+                if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
+            ptx_fence_proxy_async();
+        }
+        // Orders the mbarriers' initialisation, by the producers, and the zeros before the consumers' work.
+        ptx_bar_sync(0, THREADS);
+        if (p.cluster > 1) ptx_barrier_cluster_wait();
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E);
     } else {
-        const unsigned producer = warp - WARPGROUPS * 4;
+        // Meets the consumers' wait for the initialisation.
+        ptx_bar_arrive(0, THREADS);
         if (producer < WARPGROUPS) {
-            ptx_prefetch_tensormap(&k_map);
-            ptx_prefetch_tensormap(&v_map);
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
             load_queries<Tile>(p, &q_map, smem);
         }
+        __syncwarp();
+        // Nothing of theirs needs it, but a thread that has arrived waits once before it ends.
+        if (p.cluster > 1) ptx_barrier_cluster_wait();
     }
 }
 
