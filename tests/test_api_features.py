@@ -36,9 +36,8 @@ def close(out: Any, lse: Any, expected: Any) -> None:
     "options",
     [
         {"causal": True, "split_size": 64},
-        {"causal": True, "window": 70, "num_splits": 2},
+        {"causal": True, "window": 70, "num_splits": 2, "sinks": np.linspace(-2, 4, 4, dtype=np.float32)},
         {"softcap": 3.0, "scale": 1.0},
-        {"causal": True, "sinks": np.linspace(-2, 4, 4, dtype=np.float32)},
     ],
     ids=lambda options: " ".join(options),
 )

@@ -15,7 +15,10 @@ from fa4gen.codegen.attention import attention_entry_infos, attention_launch
 from fa4gen.codegen.backends import Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, parse_config
+from fa4gen.codegen.emulator import Memory, Program
+from fa4gen.codegen.emulator.memory import SHARED_START
 from fa4gen.codegen.geometry import derive
+from fa4gen.codegen.inspection.trace import Recorder
 
 PAGED = {"kv_layout": "paged", "key_lengths": True}
 
@@ -141,6 +144,9 @@ CASES: list[Case] = [
     (PAGED | {"page_size": 32, "ov_depth": 128}, ([1] * 2, [450, 33], 8, 1), {"partition_keys": 128}),
     (PAGED | {"page_size": 64, "warpgroups": 2, "out_dtype": "float32"}, ([1] * 2, [450, 64], 8, 1), {"partition_keys": 64}),
     ({"kv_layout": "paged", "page_size": 16}, ([1] * 2, [100, 100], 8, 1), {}),
+    # More entries of the table than the producer reads at once; two producers that skip each other's.
+    (PAGED | {"page_size": 16}, ([1], [1100], 8, 1), {}),
+    (PAGED | {"page_size": 1, "warpgroups": 2}, ([1], [300], 8, 1), {}),
     ({"mask": "causal", "window": 1}, ([3] * 2, [130, 130], 4, 1), {}),
     ({"mask": "causal", "window": 70}, ([4], [300], 8, 1), {}),
     ({"mask": "causal", "window": 64, "warpgroups": 2}, ([17], [263], 1, 1), {"scale": 2.0}),
@@ -158,9 +164,7 @@ CASES: list[Case] = [
         for page, fields, shape, options in (
             (16, {}, ([1] * 4, [0, 5, 200, 133], 8, 1), {}),
             (16, {"mask": "causal"}, ([4] * 3, [300, 2, 150], 5, 1), {"partition_keys": 64, "ctas": 3}),
-            (64, {"mask": "causal", "warpgroups": 2}, ([2], [700], 8, 1), {"partition_keys": 256}),
-            (128, {"mask": "causal", "sinks": True}, ([3], [500], 8, 1), {}),
-            (1, {"mask": "causal"}, ([2], [150], 4, 1), {}),
+            (128, {"mask": "causal", "sinks": True, "warpgroups": 2}, ([2], [700], 8, 1), {"partition_keys": 256}),
             (16, {"mask": "causal", "window": 150}, ([4] * 2, [0, 450], 5, 1), {"partition_keys": 64}),
             (32, {"mask": "causal", "window": 230, "warpgroups": 2, "rescale": "exact"}, ([17], [500], 2, 1), {"partition_keys": 192}),
             (16, {"mask": "causal", "ragged_queries": True}, ([4, 1, 9], [100, 0, 222], 6, 1), {"ctas": 2}),
@@ -240,6 +244,27 @@ def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages():
     run(alone, partition_keys=64, scale=1.0)
     assert alone.out.tobytes() == many.out[2:3].tobytes()
     assert alone.lse.tobytes() == many.lse[2:3].tobytes()
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_only_key_tiles_with_live_pages_are_loaded(window):
+    """From a list of pages, those in sight of a query, rounded to key tiles: a tile of the list may begin with a page that is not."""
+    c = config(**LISTED, page_size=16, mask="causal", window=window)
+    problem = FeatureProblem(c, [4], [900], 8)
+    launch = problem.launch()
+    recorder = Recorder({id(launch.args[1]): "k", id(launch.args[2]): "v"}, SHARED_START)
+    arguments = (launch.entry, launch.grid, launch.block, launch.smem_bytes, list(launch.args))
+    result = Program.from_ptx(compiled(source(c)).ptx).launch(*arguments, memory=Memory(), observer=recorder)
+    assert result.hazards == []
+    problem.check()
+    places, listed = problem.arrays["page_places"][0], problem.arrays["block_table"][0]
+    first = 0 if window is None else int(np.searchsorted(places, (900 - 4 + 1 - window) // 16)) // 4 * 4
+    live = {int(page) for page in listed[first : np.searchsorted(places, -(-900 // 16))]}
+    assert len(live) < 50
+    for operand in ("k", "v"):
+        # A page past the list lies outside: its box brings zeros, no memory is read.
+        loaded = {copy.coordinates[4] for copy in recorder.copies[0] if copy.array == operand}
+        assert {page for page in loaded if 0 <= page < len(problem.k)} == live
 
 
 def test_lengths_that_the_launch_has_no_keys_for_count_as_the_nearest():
