@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 H200_SMS = 132
 TMA_STRIDE_BYTES = 16
 MAX_LISTED_KEYS = 1 << 30  # of a sequence whose pages are listed, so that places of keys and their sums are integers of the kernel
-# What auto_split expects of an H200, in bytes and microseconds, fitted to 115 sweeps of it (bench/LOG.md 12): what a CTA that reads alone
+# What auto_split expects of an H200, in bytes and microseconds, fitted to 117 sweeps of it (bench/LOG.md 14): what a CTA that reads alone
 # takes for a key tile (a fixed part and its bytes; as much again for every ROWS_OF_TWICE rows), what the memory gives all CTAs together,
 # and what comes on top: an item (its first bytes, its last tile, O), a merge in a cluster or in one CTA, and the second step of several
 # clusters; a merging CTA reads other partitions at MERGE_BYTES_PER_US.
@@ -134,7 +134,7 @@ def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
     """CTAs of a cluster, a power of two: they take a partition each and merge through each other's shared memory.
 
     By the partitions alone, since the order of a merge follows from it. One cluster has them all where it can; several merge in a second
-    step, which at equal partitions was never slower than a merge in one CTA (bench/LOG.md 12).
+    step, which is no slower than a merge in one CTA where all clusters run at once (bench/LOG.md 14).
     """
     return min(geo.max_cluster, 1 << (partitions - 1).bit_length())
 

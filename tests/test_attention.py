@@ -194,7 +194,7 @@ def test_partitions_cover_the_keys(depth, tile_rows, key_tiles, query_tiles, cta
     assert (split.partitions - 1) * split.tiles < key_tiles <= split.partitions * split.tiles
 
 
-# (depth, key tiles, query tiles) -> partitions that were fastest, or within 2% of it, in bench/LOG.md 12.
+# (depth, key tiles, query tiles) -> partitions that were fastest, or within 2% of it, in bench/LOG.md 14.
 MEASURED_SPLITS = [
     ((512, 128, 64), {2}),
     ((512, 32, 256), {1}),
