@@ -467,7 +467,7 @@ def test_a_call_of_before_allocates_nothing(stub: FakeDriver) -> None:
         caller.attention(q, k, v, num_splits=3)
     assert [stub.count(name) for name in ("allocations", "encodings", "modules")] == before
     # Repeated as a graph repeats it, a launch keeps its number.
-    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, False, False, False, False), "sm_90a")
+    config = api.choose_config(64, "float16", "float16", "float16", *(False, None, None, False, None, *[False] * 5), "sm_90a")
     stub.expect(attention_entry_info(config, derive(config, "sm_90a"))["arguments"])
     assert caller.latest is not None
     for repeat, number in ((caller.latest.enqueue_again, 4), (caller.latest.enqueue, 5), (caller.latest.enqueue_again, 5)):
