@@ -26,6 +26,8 @@ from .geometry import (
 FEATURES: frozenset[str] = frozenset(
     {"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "kv_dtype", "exact"}
 )
+# Of those, what the key-split kernel has.
+KEY_SPLIT_FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "window", "softcap", "sinks"})
 MMA_M = 64
 MMA_K = 16
 COPY_ALIGNMENT = 128  # of a copy's place in shared memory, in bytes
@@ -204,9 +206,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
 
     Shared-key configs with m_pack 2 get one too: their unit kernels use its common part, and no full kernel is made from the rest.
     """
-    has_features = config.shared_key and config.m_pack == 4
-    remedy = "" if has_features else "set shared_key: true, m_pack: 4 and rows: 32"
-    require_features(config, "sm_90a", FEATURES if has_features else frozenset(), remedy)
+    supported = KEY_SPLIT_FEATURES if not config.shared_key else FEATURES if config.m_pack == 4 else frozenset()
+    remedy = "" if supported == FEATURES else "set shared_key: true, m_pack: 4 and rows: 32"
+    require_features(config, "sm_90a", supported, remedy)
     if not config.shared_key:
         return _derive_key_split(config)
     shape = common(config)
@@ -376,6 +378,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     q_chunk_bytes = tile_rows * SWIZZLE_BYTES
     q_bytes = tile_rows * depth * OPERAND_BYTES
     partial_floats = tile_rows * depth
+    box_keys = min(config.page_size or MMA_M, MMA_M)
 
     def smem_map_for(slots: int, q_buffers: int) -> tuple[Region, ...]:
         # Swizzled regions come first: all are multiples of the 1 KiB pattern, so each starts on it.
@@ -405,6 +408,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     key_steps = 2 if warp_rows * depth > KEY_STEP_O_ELEMENTS else 1
     if key_steps == 2 and tile_rows > WARP_THREADS and not config.use_fma:
         key_steps = 4  # two row warps a part and scores scaled beforehand: half a tile's scores would not fit either
+    if key_steps == 2 and config.features():
+        key_steps = 4  # nor would they beside what features keep
     # In several steps K of a tile is still needed when V of it is waited for.
     floor = min(key_steps, 2) * m_pack
     ring_slots = config.ring_slots or most
@@ -438,8 +443,8 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         producer_registers=producer_registers,
         slots_per_ring=ring_slots // m_pack,
         slot_chunks=slot_chunks,
-        box_chunks=slot_chunks,
-        box_keys=MMA_M,
+        box_chunks=slot_chunks if box_keys == MMA_M else 1,
+        box_keys=box_keys,
         tile_slots=1,
         k_steps=MMA_M // MMA_K,
         k_step_units=0,

@@ -229,7 +229,7 @@ def test_a_feature_that_a_target_lacks_is_refused_on_one_line() -> None:
         variant("d256", kv_dtype="float8_e4m3fn")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_90a lacks it.*set shared_key: true.* or list a target other than"):
-        variant("d128", arch=["sm_90a", "sm_100a"], sinks=True)
+        variant("d128", arch=["sm_90a", "sm_100a"], rescale="exact")
 
 
 def test_the_call_runs_a_config_for_sm_100a_on_numpy_arrays() -> None:

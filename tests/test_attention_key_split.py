@@ -18,6 +18,8 @@ from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, derive, symbol
 from fa4gen.codegen.geometry_sm90 import MAX_REGISTERS, REGISTERS_PER_SM, Sm90KeySplitGeometry
 from fa4gen.codegen.render import render, render_stream
 
+from .test_attention_features import PAGED, FeatureProblem
+
 M2 = {"m_pack": 2, "rows": 64}
 SHAPES = [(depth, pack, rows) for depth in (64, 128) for pack in (4, 2) for rows in (8, 16, 32, 64) if rows <= 128 // pack]
 
@@ -201,6 +203,56 @@ def test_every_edge_of_the_keys(keys):
         problem = Problem(c, 1, 2, keys, 4, seed=seed)
         assert EmulatorBackend(seed=seed).run(compiled(source(c)), problem.launch()).hazards == []
         problem.check(0.125)
+
+
+D128_M2 = {**M2, "ov_depth": 128}
+SINKS = {"sinks": True, "mask": "causal", "window": 128}
+# config fields, (queries, lengths, group, kv_heads), launch options
+FEATURE_CASES: list[tuple[dict[str, Any], tuple[list[int], list[int], int, int], dict[str, Any]]] = [
+    ({"tile_rows": 8, "key_lengths": True}, ([1] * 4, [0, 1, 130, 300], 8, 1), {}),
+    ({"tile_rows": 64, "key_lengths": True, "mask": "causal"} | D128_M2, ([5] * 3, [3, 150, 0], 9, 1), {"partition_keys": 64}),
+    ({"tile_rows": 16, "ov_depth": 128, "page_size": 16, "mask": "causal"} | PAGED, ([2] * 2, [0, 200], 5, 1), {"partition_keys": 128}),
+    ({"tile_rows": 8, "page_size": 1} | PAGED, ([1], [70], 8, 1), {}),
+    ({"tile_rows": 32, "page_size": 32} | M2 | PAGED, ([1] * 2, [70, 200], 8, 1), {"ctas": 1}),
+    ({"tile_rows": 8, "page_size": 128} | PAGED, ([1] * 2, [170, 64], 8, 1), {}),
+    ({"tile_rows": 32, "mask": "causal", "window": 70, "use_fma": False}, ([4], [300], 8, 1), {"partition_keys": 64}),
+    ({"tile_rows": 8, "page_size": 16} | SINKS | PAGED, ([1] * 3, [0, 400, 77], 8, 1), {"partition_keys": 128}),
+    ({"tile_rows": 32, "softcap": 20.0, "sinks": True, "mask": "causal"} | D128_M2, ([3], [140], 5, 2), {"scale": -3.0}),
+    ({"tile_rows": 8, "softcap": 3.0, "out_dtype": "float32"}, ([1], [130], 8, 1), {"scale": 1.0}),
+]
+
+
+@pytest.mark.parametrize("case", FEATURE_CASES, ids=str)
+def test_a_feature_is_right_and_clean_on_the_emulator(case):
+    fields, shape, options = case
+    seed = len(str(case))
+    problem = FeatureProblem(config(**fields), *shape, seed=seed, heads_first=seed % 2 == 1)
+    assert EmulatorBackend(seed=seed).run(compiled(source(problem.config)), problem.launch(**options)).hazards == []
+    problem.check(options.get("scale"))
+
+
+@pytest.mark.parametrize("fields", [{"ov_depth": 128}, D128_M2], ids=str)
+def test_all_features_together_do_not_spill(fields):
+    c = config(page_size=16, softcap=30.0, **SINKS, **PAGED, **fields)
+    kernels = compiler.compile_source(source(c), "sm_90a", "attention.cu").kernels
+    assert [kernel.spill_store_bytes + kernel.spill_load_bytes + kernel.stack_bytes for kernel in kernels.values()] == [0] * len(kernels)
+
+
+@pytest.mark.parametrize("pack", [{}, M2], ids=["warp", "two warps"])
+def test_keys_past_the_end_are_cleared(pack):
+    c = config(key_lengths=True, tile_rows=128 // pack.get("m_pack", 4), **pack)
+    text = source(c).replace("if ((int)(unit / 8 % BLOCK_KEYS) >= valid) rows[unit] = make_uint4(0, 0, 0, 0);", ";")
+    assert text != source(c)
+    problem = FeatureProblem(c, [1] * 2, [200, 130], 40)
+    EmulatorBackend().run(compiled(text), problem.launch())
+    with pytest.raises(AssertionError):
+        problem.check()
+
+
+@pytest.mark.parametrize("feature", [{"ragged_queries": True}, {"rescale": "exact"}], ids=str)
+def test_other_features_are_refused(feature):
+    with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_90a lacks it.*set shared_key: true"):
+        config(**feature)
 
 
 def test_large_scores_and_one_dominating_key():
