@@ -65,6 +65,8 @@ NAMED_WAITS = 32
 """Waits (of all the warps that wait at one place) that a deadlock report names at most."""
 STALL_INSTRUCTIONS = 4096
 """Warp instructions without any change of memory or barriers after which polling warps are helped on."""
+DIVERGED_INSTRUCTIONS = 16 * STALL_INSTRUCTIONS
+"""The same, after which lanes that others of their warp wait for are taken to poll for these; until then they may be computing."""
 MBARRIER_LIMIT = (1 << 20) - 1
 
 
@@ -834,7 +836,7 @@ class Run:
         rng = self.random
         mark = last = -1
         report_at = 1 << 14
-        stall_at = hang_at = 0
+        stall_at = hang_at = diverged_at = 0
         for _ in range(self.residency):
             self.start_cluster()
         ready = self.ready
@@ -878,11 +880,12 @@ class Run:
             if self.progress_count != last:
                 last = self.progress_count
                 stall_at, hang_at = self.instructions + STALL_INSTRUCTIONS, self.instructions + self.budget // 20
+                diverged_at = self.instructions + DIVERGED_INSTRUCTIONS
             elif self.instructions >= stall_at:
                 stall_at = self.instructions + STALL_INSTRUCTIONS
-                self._help_spinning(self.instructions >= hang_at)
+                self._help_spinning(self.instructions >= hang_at, self.instructions >= diverged_at)
 
-    def _help_spinning(self, hangs: bool) -> None:
+    def _help_spinning(self, hangs: bool, diverged: bool) -> None:
         """Warps run, but nothing changes: bring on what they may be polling for, or report that they spin for good."""
         if self.pending:
             self._complete_one()
@@ -891,7 +894,7 @@ class Run:
         elif hangs:
             self._deadlock()
             self.stopped = True
-        elif not self._release_parked():
+        elif not self._release_parked() and diverged:
             self._force_converged()
 
     def _remove(self, place: int) -> None:

@@ -51,6 +51,30 @@ def test_lanes_reconverge_before_a_warp_wide_exchange(assemble):
     assert run(assemble(body + STORE, "out")).tolist() == [value[i ^ 1] for i in range(32)]
 
 
+def test_a_lane_may_compute_for_long_while_the_others_wait_for_it(assemble):
+    body = """
+        mov.u32 %r1, 0; setp.eq.u32 %p1, %lane, 0; @!%p1 bra JOIN;
+        LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 8000; @%p2 bra LOOP;
+        JOIN: bar.warp.sync -1;
+    """
+    assert run(assemble(body + STORE, "out")).tolist() == [8000] + [0] * 31
+
+
+def test_a_lane_that_polls_for_one_that_waits_for_it_is_reported(assemble):
+    """A warp's lanes meet at a barrier; one of them waits for what another will write only after it."""
+    body = """
+        mov.u32 %r1, 0; setp.eq.u32 %p1, %lane, 0; @!%p1 bra JOIN;
+        SPIN: ld.volatile.shared.u32 %r1, [flag]; setp.ne.u32 %p2, %r1, 7; @%p2 bra SPIN;
+        JOIN: bar.warp.sync -1;
+        setp.eq.u32 %p3, %lane, 1; mov.u32 %r3, 7; @%p3 st.volatile.shared.u32 [flag], %r3;
+    """
+    zero = "mov.u32 %r9, 0; st.volatile.shared.u32 [flag], %r9; bar.warp.sync -1;"
+    program = assemble(zero + body + STORE, "out", shared=".shared .u32 flag;")
+    result = program.launch("k", 1, 32, 0, [np.zeros(32, np.uint32)])
+    assert "barrier" in {hazard.kind for hazard in result.hazards}
+    assert any("executed by part of warp 0 only" in hazard.message for hazard in result.hazards)
+
+
 def test_one_lane_may_wait_for_another_of_its_warp(assemble):
     """Independent thread scheduling: lane 0 spins on a flag that lane 1 sets on the other path."""
     body = """
