@@ -541,6 +541,12 @@ def _smem_sm90(geo: Sm90Geometry, config: Config) -> dict[str, tuple[str, str, s
             "its MMAs",
         ),
         "q": (f"{geo.q_buffers} x Q tile [{rows} rows][{depth}], in swizzled pieces of 64 columns", "load Q (TMA)", "attend", until),
+        "landing": (
+            "slices of O that the other CTAs of a cluster send, float32, from the second Q tile on, which is not used then",
+            "attend of the other CTAs",
+            "attend",
+            "the partitions' merge",
+        ),
         "p": (
             f"{geo.warpgroups} x {geo.p_buffers} x P [{rows} rows][{geo.block_keys} keys], swizzled",
             "attend",

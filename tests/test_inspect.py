@@ -399,6 +399,19 @@ def test_terminal_gets_rich_tables() -> None:
 # --- picture ----------------------------------------------------------------------------------------------------------
 
 
+def text_boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
+    """Every label with left, top, right and bottom, by the font sizes of the style and an average width of a character."""
+    sizes = {"h1": 19.0, "h2": 13.5, "dim": 11.0, "in small": 10.0}
+    found = []
+    for label in root.iter(f"{SVG}text"):
+        size = sizes.get(label.attrib.get("class", ""), 12.0)
+        width = len(label.text or "") * 0.52 * size
+        x, y = float(label.attrib["x"]), float(label.attrib["y"])
+        left = x - {"middle": width / 2, "end": width}.get(label.attrib.get("text-anchor", "start"), 0.0)
+        found.append((label.text or "", left, y - 0.7 * size, left + width, y))
+    return found
+
+
 @pytest.mark.parametrize("name", shipped_configs())
 def test_picture(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "picture.svg"
@@ -419,6 +432,10 @@ def test_picture(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for label in root.iter(f"{SVG}text"):
         assert 0 <= float(label.attrib["x"]) <= width
         assert 0 <= float(label.attrib["y"]) <= height
+    labels = text_boxes(root)
+    assert [text for text, left, _, right, _ in labels if left < 0 or right > width] == []
+    pairs = itertools.combinations(labels, 2)
+    assert [(a[0], b[0]) for a, b in pairs if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] and b[2] < a[4]] == []
 
 
 def tipped(root: ElementTree.Element, start: str) -> list[dict[str, float]]:
@@ -456,32 +473,6 @@ def test_picture_is_to_scale(name: str, arch: str) -> None:
         row = [box for box, use in zip(drawn, walk, strict=True) if use.slot == slot]
         assert len({box["y"] for box in row}) == 1
         assert all(left["x"] + left["width"] <= right["x"] + 0.1 for left, right in itertools.pairwise(row))
-
-
-def text_boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
-    """Every label with left, top, right and bottom, by the font sizes of the style and an average width of a character."""
-    sizes = {"h1": 19.0, "h2": 13.5, "dim": 11.0, "in small": 10.0}
-    found = []
-    for label in root.iter(f"{SVG}text"):
-        size = sizes.get(label.attrib.get("class", ""), 12.0)
-        width = len(label.text or "") * 0.52 * size
-        x, y = float(label.attrib["x"]), float(label.attrib["y"])
-        left = x - {"middle": width / 2, "end": width}.get(label.attrib.get("text-anchor", "start"), 0.0)
-        found.append((label.text or "", left, y - 0.7 * size, left + width, y))
-    return found
-
-
-@pytest.mark.parametrize(("name", "arch"), KERNELS)
-def test_labels_of_a_picture_do_not_overlap(name: str, arch: str) -> None:
-    root = ElementTree.fromstring(picture.picture([facts.gather(load_shipped(name), arch)]))
-    boxes = text_boxes(root)
-    assert [text for text, left, _, right, _ in boxes if left < 0 or right > picture.WIDTH] == []
-    over = [
-        (one[0], other[0])
-        for one, other in itertools.combinations(boxes, 2)
-        if one[1] < other[3] and other[1] < one[3] and one[2] < other[4] and other[2] < one[4]
-    ]
-    assert over == []
 
 
 # --- trace ------------------------------------------------------------------------------------------------------------

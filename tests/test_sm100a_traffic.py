@@ -33,7 +33,7 @@ def expected(geo: Sm100Geometry, seen: list[int], used_rows: int, partition_tile
 
 @pytest.mark.parametrize(
     ("name", "mask", "partition_keys"),
-    [("d128", "causal", None), ("d128_m2", "causal", None), ("d256", "causal", 256), ("d512", "none", None), ("d512", "causal", None)],
+    [("d128_m2", "causal", None), ("d256", "causal", 256), ("d256", "none", None), ("d512", "causal", None)],
 )
 def test_dead_tiles_and_chunks_are_neither_loaded_nor_multiplied(name: str, mask: str, partition_keys: int | None) -> None:
     config = variant(name, mask=mask)

@@ -42,6 +42,7 @@ _REGION_COLOURS = {
     "out": "o",
     "merge_o": "s",
     "merge_ml": "factors",
+    "landing": "s",
     "exchange": "exchange",
     "correction": "factors",
     "weights": "factors",
@@ -274,8 +275,9 @@ def _tmem(sheet: _Sheet, geo: Sm100Geometry) -> None:
                 sheet.fitting(x + tile * band, middle - lines, band, _part_labels(geo, is_s, part, tile), 10)
         sheet.text(x, top - 4, f"{region.name}", "h2")
         columns = f"{region.offset}-{region.end - 1}"
-        label = f"columns {columns}"
-        sheet.text(x + 24, top - 4, label if 24 + len(label) * CHAR * 11 <= width else columns, "dim")
+        room = width - 24
+        label = next((text for text in (f"columns {columns}", columns) if len(text) * CHAR * 11 <= room), "")
+        sheet.text(x + 24, top - 4, label, "dim")
     sheet.rect(left + geo.tmem_columns * scale, top, (TMEM_COLUMNS - geo.tmem_columns) * scale, height, cls="free")
     for part in range(geo.m_pack):
         y = top + part * geo.rows * 1.25 + geo.rows * 1.25 / 2
