@@ -61,15 +61,12 @@ CASES: list[tuple[str, dict[str, Any], tuple[list[int], list[int], int, int], di
     ("d256_m2", {"key_lengths": True, "mask": "causal"}, ([3] * 2, [514, 65], 4, 1), {}),
     ("d128_m2", RAGGED | {"mask": "causal", "window": 90}, ([9, 1], [300, 140], 5, 1), {}),
     ("d256", {"ov_depth": 64, "page_size": 1, "mask": "causal"} | PAGED, ([2] * 2, [0, 270], 5, 1), {}),
-    ("d512", {"page_size": 32} | PAGED, ([1] * 2, [270, 33], 8, 1), {}),
     ("d64", {"page_size": 1, "kv_layout": "paged"}, ([1], [70], 8, 1), {}),
-    ("d128", {"page_size": 64, "mask": "causal"} | PAGED, ([2] * 2, [300, 77], 5, 1), {"partition_keys": 256}),
-    ("d128_m2", {"page_size": 32} | PAGED, ([1] * 2, [200, 0], 8, 1), {}),
+    ("d128", {"page_size": 64, "mask": "causal", "out_dtype": "float32"} | PAGED, ([2] * 2, [300, 77], 5, 1), {"partition_keys": 256}),
     ("d256", {"block_keys": 128, "page_size": 256, "warpgroups": 1} | PAGED, ([1] * 2, [140, 20], 8, 1), {"partition_keys": 128}),
     ("d256", {"page_size": 128, "mask": "causal", "window": 70} | PAGED, ([4] * 2, [600, 40], 8, 1), {}),
     ("d128_m2", {"mask": "causal", "window": 300}, ([4], [900], 8, 1), {"partition_keys": 256}),
     ("d64", {"sinks": True, "mask": "causal", "window": 128, "key_lengths": True}, ([2] * 2, [0, 600], 8, 1), {"partition_keys": 256}),
-    ("d128", {"sinks": True}, ([1], [200], 5, 2), {}),
     ("d256", {"softcap": 20.0, "mask": "causal"}, ([3], [300], 5, 1), {"scale": -3.0}),
     ("d128", {"softcap": 3.0, "sinks": True}, ([1], [300], 5, 1), {"scale": 1.0, "partition_keys": 256}),
     ("d256", {"page_size": 16} | LISTED, ([1] * 2, [0, 400], 8, 1), {}),
@@ -77,7 +74,6 @@ CASES: list[tuple[str, dict[str, Any], tuple[list[int], list[int], int, int], di
     ("d512", {"page_size": 256, "mask": "causal", "window": 20} | LISTED, ([4] * 2, [600, 5], 5, 1), {}),
     ("d128_m2", ALL | {"page_list": True}, ([4, 7, 0], [300, 130, 20], 5, 1), {}),
     ("d256_m2", ALL, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
-    ("d64", ALL | {"out_dtype": "float32"}, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
 ]  # fmt: skip
 
 
@@ -89,7 +85,8 @@ def test_a_feature_is_right_and_clean(number: int) -> None:
     problem.check(options.get("scale"))
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# Those that come closest to the limit: 128 scores a thread, and key partitions.
+@pytest.mark.parametrize("name", ["d64", "d128_m2", "d256_m2"])
 def test_no_spills_with_all_features(name: str) -> None:
     c = variant(name, **ALL | {"softcap": 30.0, "rescale": "exact", "page_size": 1, "page_list": True})
     (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()
@@ -118,10 +115,9 @@ def test_verifying_four_tokens_gives_the_bits_of_four_steps(name: str, window: i
         assert step.lse.tobytes() == verify.lse[:, :, i : i + 1].tobytes()
 
 
-@pytest.mark.parametrize("name", ["d256", "d64"])
-def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages(name: str) -> None:
+def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages() -> None:
     fields = {"rescale": "exact", "mask": "causal", "key_lengths": True, "out_dtype": "float32"}
-    c, paged = variant(name, **fields), variant(name, **fields, kv_layout="paged", page_size=64)
+    c, paged = variant("d256", **fields), variant("d256", **fields, kv_layout="paged", page_size=64)
     lengths = [270, 0, 260]
     many, pages = (FeatureProblem(config, [2] * 3, lengths, 2) for config in (c, paged))
     alone = FeatureProblem(c, [2], [260], 2)
@@ -154,7 +150,6 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "",
     ),
     "cleared V is not fenced": ("d512", {"key_lengths": True}, "proxy.\n        ptx_fence_proxy_async();", "proxy."),
-    "the slots of the last tile are taken for others": ("d256", {"key_lengths": True}, "(2 * item.tiles - 1) * QK_STAGES", "0"),
     "a page past the end is looked up": ("d256", PAGED | {"page_size": 16}, "if (key >= item.keys) return -1;", ""),
     "a dead chunk of a window is multiplied": (
         "d256",
@@ -163,7 +158,6 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "for (unsigned chunk = 0;",
     ),
     "stage 1 of P is not waited for in a window": ("d256", {"mask": "causal", "window": 70}, "if (first > STAGE_1_CHUNK)", "if (false)"),
-    "keys before the window count": ("d128", {"mask": "causal", "window": 70}, " || (int)column < visible - (int)WINDOW", ""),
     "queries of the next sequence are stored": ("d64", RAGGED, "min(p.tile_positions, item.q_len - item.position)", "p.tile_positions"),
     "the sink joins every partition": ("d256", {"sinks": True}, "split ? MINUS_INFINITY : row_sink", "row_sink"),
 }  # fmt: skip

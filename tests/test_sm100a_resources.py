@@ -34,6 +34,17 @@ def numbers(cell: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", cell)]
 
 
+def feature_rows() -> dict[str, tuple[str, Row]]:
+    """Of the model configs: their features, and their rows."""
+    section = TABLE.read_text().split("| model config |")[1].split("\n\n")[0]
+    rows = {}
+    for line in section.splitlines()[2:]:
+        name, features, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        (instructions,), (stores, loads), (smem,), (syncs, votes), (exponentials,) = (numbers(cell) for cell in cells)
+        rows[name] = (features, Row(instructions, (stores, loads), smem, (syncs, votes), exponentials))
+    return rows
+
+
 @cache
 def table() -> tuple[dict[str, Row], dict[str, Row]]:
     """The rows of our kernels, and those of the reference kernels under the name of the row above them."""
@@ -110,6 +121,21 @@ def test_the_table_is_true(name: str, tmp_path: Path) -> None:
     cubin.write_bytes(module.cubin)
     listing = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
     assert len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+\S", listing, re.MULTILINE)) == row.instructions
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_configs() if "sm_100a" in load_shipped(name).arch])
+def test_what_features_take(name: str) -> None:
+    assert (name in feature_rows()) == bool(load_shipped(name).features())
+    if name not in feature_rows():
+        return
+    features, row = feature_rows()[name]
+    folder = REPOSITORY / "generated" / name / "sm_100a"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (kernel,) = (entry for entry in manifest["kernels"].values() if entry["file"] == "attention.cu")
+    assert features == ", ".join(load_shipped(name).features())
+    assert (kernel["spill_store_bytes"], kernel["spill_load_bytes"]) == row.spills
+    assert kernel["smem_bytes"] == row.smem
+    assert counted((folder / "attention.ptx").read_text()) == (row.barriers, row.exponentials)
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_configs() if "sm_100a" in load_shipped(name).arch])
