@@ -571,8 +571,8 @@ def test_a_cell_takes_on_the_features_of_a_config():
     config, full = plain.applied_to(load_config("gpt_oss"))
     assert config == load_config("gpt_oss")
     assert full == replace(plain, causal=True, page_size=16, key_lengths=True, window=128, sinks=True)
-    # Key-split kernels have no features: no config for such a cell.
-    assert command.with_features([load_config("d64")], replace(plain, softcap=3.0), "sm_90a") == {}
+    # Of d256_m2 there is no kernel with features on sm_90a: no config for such a cell.
+    assert command.with_features([load_config("d256_m2")], replace(plain, depth=256, softcap=3.0), "sm_90a") == {}
 
 
 @pytest.mark.parametrize("text", ["page_size=17", "window=5", "softcap=-1", "sinks=1", "causal=yes", "causal=true,window=0"])
