@@ -12,6 +12,7 @@ import pytest
 
 import fa4gen
 from fa4gen.codegen import api, reference
+from fa4gen.codegen.config import parse_config
 from fa4gen.codegen.feature_inputs import page_table, paged
 
 BF16 = ml_dtypes.bfloat16
@@ -162,8 +163,8 @@ def test_gpu_a_sequence_has_the_same_bits_in_any_batch_and_layout(depth: int, q_
 @pytest.mark.parametrize("depth", api.DEPTHS)
 def test_gpu_verifying_four_tokens_has_the_bits_of_four_steps(depth: int, window: int | None, warpgroups: int) -> None:
     options: dict[str, Any] = {"causal": True, "window": window, "split_size": 512, "return_lse": True, "scale": 1.0}
-    fixed = (depth, "bfloat16", "bfloat16", "bfloat16", True, window, None, False, None, True, False, True, "sm_90a")
-    config = api.choose_config(*fixed).model_copy(update={"warpgroups": warpgroups, "name": f"verify{warpgroups}"})
+    fields = {"ov_depth": depth, "shared_key": True, "mask": "causal", "window": window, "key_lengths": True, "rescale": "exact"}
+    config = parse_config(fields | {"name": f"verify{warpgroups}", "warpgroups": warpgroups, "arch": ["sm_90a"]})
     q, k, v = inputs(3, 4, 3000, 8, 2, depth)
     dq, dk, dv = on_gpu(q, k, v)
     for lengths in ([3000, 67, 1026], [4, 515, 2049], [130, 66, 513]):
