@@ -39,8 +39,9 @@ class Unwritten:
             written = [k for k in writes if k in self.candidates]
             if reads or written:
                 guard = -1 if ins.guard is None else assembler.register(ins.guard, "pred")
+                deciding = None if ins.guard is None else (1, ins.guard.index)
                 for steps in (full, masked):
-                    steps[index] = _counting(steps[index], code, reads, written, guard, ins.guard_negated)
+                    steps[index] = _counting(steps[index], code, reads, written, guard, ins.guard_negated, deciding)
         self._instructions = []
 
     def _live_at_entry(self) -> dict[RegisterKey, str]:
@@ -77,7 +78,15 @@ class Unwritten:
         return {key: names[key] for key, place in position.items() if before[0] >> place & 1}
 
 
-def _counting(step: Step, code: Code, reads: dict[RegisterKey, str], written: list[RegisterKey], guard: int, negated: bool) -> Step:
+def _counting(
+    step: Step,
+    code: Code,
+    reads: dict[RegisterKey, str],
+    written: list[RegisterKey],
+    guard: int,
+    negated: bool,
+    deciding: RegisterKey | None,
+) -> Step:
     """A step that reports lanes which read an unwritten register, and notes those that write one."""
     from .machine import bits_of
 
@@ -88,7 +97,8 @@ def _counting(step: Step, code: Code, reads: dict[RegisterKey, str], written: li
         mask = w.mask
         acting = bits_of(mask if guard < 0 else mask & ~r[guard] if negated else mask & r[guard])
         for key, name in reads.items():
-            lanes = unwritten.get(key, 0) & acting
+            # The guard itself is read by every lane.
+            lanes = unwritten.get(key, 0) & (bits_of(mask) if key == deciding else acting)
             if lanes:
                 lane = (lanes & -lanes).bit_length() - 1
                 unwritten[key] &= ~lanes

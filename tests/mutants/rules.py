@@ -86,23 +86,28 @@ class Rule:
     name: str
     kinds: tuple[str, ...]
     edits: Callable[[Listing], Iterator[Edit]]
+    plain: bool = False
+    """Changes plain loads, stores and arithmetic: for the unit kernels, which have little else."""
 
 
 RULES: list[Rule] = []
+Replacement = str | Callable[[re.Match[str]], str]
 
 
-def rule(name: str, *kinds: str) -> Callable[[Callable[[Listing], Iterator[Edit]]], Callable[[Listing], Iterator[Edit]]]:
+def rule(
+    name: str, *kinds: str, plain: bool = False
+) -> Callable[[Callable[[Listing], Iterator[Edit]]], Callable[[Listing], Iterator[Edit]]]:
     def register(edits: Callable[[Listing], Iterator[Edit]]) -> Callable[[Listing], Iterator[Edit]]:
-        RULES.append(Rule(name, kinds, edits))
+        RULES.append(Rule(name, kinds, edits, plain))
         return edits
 
     return register
 
 
-def substitution(name: str, kinds: tuple[str, ...], pattern: str, replacement: str) -> None:
+def substitution(name: str, kinds: tuple[str, ...], pattern: str, replacement: Replacement, plain: bool = False) -> None:
     """A rule that rewrites part of every line that matches."""
 
-    @rule(name, *kinds)
+    @rule(name, *kinds, plain=plain)
     def edits(text: Listing) -> Iterator[Edit]:
         for index, _ in text.find(pattern):
             changed = re.sub(pattern, replacement, text.lines[index])
@@ -110,8 +115,8 @@ def substitution(name: str, kinds: tuple[str, ...], pattern: str, replacement: s
                 yield Edit(index, {index: changed})
 
 
-def dropped(name: str, kinds: tuple[str, ...], pattern: str) -> None:
-    substitution(name, kinds, rf"^\s*{pattern}[^;]*;", "")
+def dropped(name: str, kinds: tuple[str, ...], pattern: str, plain: bool = False) -> None:
+    substitution(name, kinds, rf"^\s*{pattern}[^;]*;", "", plain)
 
 
 # --- barriers of threads ----------------------------------------------------------------------------------------------
@@ -438,4 +443,33 @@ substitution("stmatrix without .trans", ("value",), r"(stmatrix\.sync\.aligned\.
 def _(text: Listing) -> Iterator[Edit]:
     for index, found in text.find(r"(st\.shared\S*\s+)\[(%rd\d+)(?:\+(\d+))?\]"):
         place = f"{found[1]}[{found[2]}+{int(found[3] or 0) + 16}]"
+        yield Edit(index, {index: text.lines[index].replace(found[0], place, 1)})
+
+
+# --- plain loads, stores and arithmetic -------------------------------------------------------------------------------
+
+LOST = ("value", "uninitialized")
+"""What nothing writes any more is read."""
+
+dropped("store dropped", LOST, r"st\.(shared|global)", plain=True)
+dropped("load dropped", LOST, r"ld\.(shared|global)", plain=True)
+dropped("instruction dropped", (*WRONG_DATA, "misaligned", "deadlock", "barrier", "mbarrier", "tmem_allocation", "tmem_lane"),
+        r"(add|sub|mul|mad|fma|max|shl|shr|and|or|xor|bfi|cvt|cvta|mov|setp|selp|ex2|rcp|ld\.param)\.", plain=True)  # fmt: skip
+substitution("mask of one bit less", (*WRONG_DATA, "deadlock", "barrier"), r"(and\.b32\s+%r\d+, %r\d+, )(127|63|31|1);",
+             lambda found: f"{found[1]}{int(found[2]) >> 1};", plain=True)  # fmt: skip
+substitution("shift by one place more", (*WRONG_DATA, "deadlock", "barrier", "misaligned"), r"(sh[lr]\.[bu]\d+\s+\S+ \S+ )(\d+);",
+             lambda found: f"{found[1]}{int(found[2]) + 1};", plain=True)  # fmt: skip
+substitution("minimum for maximum", ("value",), r"\bmax\.", "min.", plain=True)
+substitution("difference for sum", ("value",), r"\badd(\.rn)?(\.ftz)?\.f32\b", r"sub\1\2.f32", plain=True)
+substitution("sum for product", ("value",), r"\bmul(\.rn)?(\.ftz)?\.f32\b", r"add\1\2.f32", plain=True)
+substitution("branch on the other condition", ("value", "deadlock", "race", "uninitialized", "out_of_bounds", "barrier", "tmem_allocation"),
+             r"^(\s*)@(%p\d+) bra", r"\1@!\2 bra", plain=True)  # fmt: skip
+substitution("counter moves on by two", (*WRONG_DATA, "deadlock"), r"add\.s32(\s+)(%r\d+), \2, 1;", r"add.s32\1\2, \2, 2;", plain=True)
+
+
+@rule("memory read or written one element further", *WRONG_DATA, "misaligned", plain=True)
+def _(text: Listing) -> Iterator[Edit]:
+    for index, found in text.find(r"((?:ld|st)\.(?:shared|global)(\S*)\s+.*)\[(%rd\d+)(?:\+(\d+))?\]"):
+        step = 16 if ".v4" in found[2] else 8 if ".v2" in found[2] else 4
+        place = f"{found[1]}[{found[3]}+{int(found[4] or 0) + step}]"
         yield Edit(index, {index: text.lines[index].replace(found[0], place, 1)})

@@ -85,10 +85,10 @@ class Subject:
     def mutants(self) -> Iterator[Mutant]:
         """Every edit of every rule, and of the rules about tensor maps."""
         for rule in RULES:
-            if re.search(self.without, rule.name):
+            if re.search(self.without, rule.name) or (rule.plain and self.file != "unit.ptx"):
                 continue
             for number, edit in enumerate(rule.edits(self.listing)):
-                yield Mutant(self, rule.name, number, rule.kinds, edit, None)
+                yield Mutant(self, rule.name, number, rule.kinds, edit, None, rule.plain)
         maps = [i for i, a in enumerate(self.trials[0]().launch.args) if isinstance(a, TensorMap) and a.swizzle]
         for number, place in enumerate(maps):
             yield Mutant(self, "tensor map without swizzle", number, WRONG_DATA, Edit(self.listing.start, {}), place)
@@ -111,6 +111,7 @@ class Mutant:
     edit: Edit
     tensor_map: int | None
     """The argument whose tensor map loses its swizzle."""
+    plain: bool = False
 
     @property
     def name(self) -> str:
