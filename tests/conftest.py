@@ -28,14 +28,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What a sweep ran (the property "sweep": kernel, launches, warp instructions, seconds), kernel by kernel."""
+def _summed(terminalreporter: Any, name: str) -> dict[str, list[float]]:
+    """The figures of a property, (kernel, figure, ...) of each test, summed up by kernel."""
     totals: dict[str, list[float]] = {}
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties:
-            if name == "sweep":
-                sums = totals.setdefault(value[0], [0, 0, 0])
+    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
+        for key, value in report.user_properties:
+            if key == name:
+                sums = totals.setdefault(value[0], [0] * (len(value) - 1))
                 sums[:] = (a + b for a, b in zip(sums, value[1:], strict=True))
+    return totals
+
+
+def _mutants(terminalreporter: Any) -> None:
+    totals = _summed(terminalreporter, "mutants")
+    if totals:
+        terminalreporter.section("mutants of every site: found under the default seed, later, not at all, equivalent")
+        for kernel, figures in sorted(totals.items()):
+            terminalreporter.write_line(f"{kernel:40}" + "".join(f"{figure:8,.0f}" for figure in figures))
+        terminalreporter.write_line(f"{'all':40}" + "".join(f"{sum(column):8,.0f}" for column in zip(*totals.values(), strict=True)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What a sweep ran (the property "sweep": kernel, launches, warp instructions, seconds), kernel by kernel, and the mutants it found."""
+    _mutants(terminalreporter)
+    totals = _summed(terminalreporter, "sweep")
     launches = sum(sums[0] for sums in totals.values())
     if launches <= len(totals) * 4:
         return

@@ -454,8 +454,10 @@ LOST = ("value", "uninitialized")
 dropped("store dropped", LOST, r"st\.(shared|global)", plain=True)
 dropped("load dropped", LOST, r"ld\.(shared|global)", plain=True)
 dropped("instruction dropped", (*WRONG_DATA, "misaligned", "deadlock", "barrier", "mbarrier", "tmem_allocation", "tmem_lane"),
-        r"(add|sub|mul|mad|fma|max|shl|shr|and|or|xor|bfi|cvt|cvta|mov|setp|selp|ex2|rcp|ld\.param)\.", plain=True)  # fmt: skip
-substitution("mask of one bit less", (*WRONG_DATA, "deadlock", "barrier"), r"(and\.b32\s+%r\d+, %r\d+, )(127|63|31|1);",
+        r"(add|sub|mul|mad|fma|max|shl|shr|and|or|xor|bfi|cvt|cvta|mov|neg|setp|selp|ex2|rcp|ld\.param)\.", plain=True)  # fmt: skip
+substitution("comparison the other way round", (*WRONG_DATA, "deadlock", "barrier", "tmem_allocation"), r"\bsetp\.(eq|ne)\.",
+             lambda found: "setp.ne." if found[1] == "eq" else "setp.eq.", plain=True)  # fmt: skip
+substitution("mask of one bit less", (*WRONG_DATA, "deadlock", "barrier"), r"(and\.b32\s+%r\d+, %r\d+, )(128|127|63|31|1);",
              lambda found: f"{found[1]}{int(found[2]) >> 1};", plain=True)  # fmt: skip
 substitution("shift by one place more", (*WRONG_DATA, "deadlock", "barrier", "misaligned"), r"(sh[lr]\.[bu]\d+\s+\S+ \S+ )(\d+);",
              lambda found: f"{found[1]}{int(found[2]) + 1};", plain=True)  # fmt: skip
@@ -473,3 +475,8 @@ def _(text: Listing) -> Iterator[Edit]:
         step = 16 if ".v4" in found[2] else 8 if ".v2" in found[2] else 4
         place = f"{found[1]}[{found[3]}+{int(found[4] or 0) + step}]"
         yield Edit(index, {index: text.lines[index].replace(found[0], place, 1)})
+
+
+def sites(text: Listing, plain: bool) -> int:
+    """How many single changes the rules make of a listing; plain: those of plain instructions too."""
+    return sum(1 for rule in RULES if plain or not rule.plain for _ in rule.edits(text))
