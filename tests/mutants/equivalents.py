@@ -35,7 +35,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "the barrier before the deallocation orders the same stores; nothing is stored between the two",
     ),
     Equivalent(
-        "sm_100a", "^tcgen05.wait::ld (dropped|after the signal)", "",
+        # Not where d256 and d512 use the registers only later: there the load is in flight at the fence that follows.
+        "sm_100a", "^tcgen05.wait::ld (dropped|after the signal)", r"^(?!d(256|512).*attention.*#1$)",
         "every register of the load is used before the thread signals, and a use waits for its load",
     ),
     Equivalent(
@@ -67,8 +68,36 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "what follows is a deallocation, which is no asynchronous operation", before=0,
     ),
     Equivalent(
-        "d128-sm_90a-attention", "^(bar.warp.sync|fence.proxy.async) (dropped|weakened)", "",
+        "d128-sm_90a-attention", "^(bar.warp.sync|fence.proxy.async) (dropped|weakened|after)", "",
         "the release of Q: that of the last V slot, just before, orders the same reads of Q and fences them", numbers=(2,),
+    ),
+    Equivalent(
+        "sm_90a-attention", "^fence.proxy.async (dropped|weakened)", r"fence\.proxy\.async\.global;",
+        "both ends of the hand-over through global memory fence: who writes a partition, and who copies it; one of them is enough",
+        before=0, after=0,
+    ),
+    Equivalent(
+        "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*(?:\$L\w+:|div\.u32)",
+        "only where the lanes of a warp meet again: no memory is handed over between them", before=0, after=2,
+    ),
+    Equivalent(
+        "sm_100a-attention", "^bar.warp.sync (dropped|after)",
+        r"tcgen05\.wait::st[^;]*;[\s\S]{0,60}tcgen05\.fence::before[^;]*;(?:(?!;)[\s\S]){0,60}(?:setp\.ne\.s32[^;]*;)?\s*bar\.warp\.sync",
+        "what is handed over is written by tcgen05.st, an operation of the whole warp that the lane which arrives has waited for", after=0,
+    ),
+    Equivalent(
+        "sm_100a-attention", "^bar.warp.sync (dropped|after)", r"ld\.shared\.f32[^;]*;\s*bar\.warp\.sync",
+        f"correct's signal that factors are read: {_COMMIT}", after=0,
+    ),
+    Equivalent(
+        "d(256|512)-sm_100a-attention", "^tcgen05.fence::before", r"st\.shared\.v4\.u32[\s\S]{0,160}fence::before",
+        "the fences before the two arrivals of P stand in for each other: S, which was read before both, is overwritten only after both",
+        after=0,
+    ),
+    Equivalent(
+        "d(256|512)-sm_100a-attention", "^tcgen05.fence::after", "",
+        "what the wait for the second part of P orders anew are ordinary stores: the wait for the first part has fenced the rest",
+        numbers=(7,),
     ),
 )  # fmt: skip
 
@@ -80,6 +109,9 @@ def equivalent(mutant: Mutant) -> str | None:
         if entry.numbers and mutant.number not in entry.numbers:
             continue
         around = "\n".join(lines[max(0, line - entry.before) : line + entry.after + 1])
+        if entry.near.startswith("^"):
+            # A pattern of names, for what the lines around do not show.
+            around = mutant.name
         if re.search(entry.subjects, mutant.subject.name) and re.search(entry.rules, mutant.rule) and re.search(entry.near, around):
             return entry.reason
     return None
