@@ -574,6 +574,13 @@ __device__ __forceinline__ void fa4_ws_level0_band(unsigned o_tmem, float (&o_ba
     fa4_accumulator_load_x64(o_tmem, 0, o_band + 0);
 }
 
+// The number of the CTA along x, read again wherever it is called: the compiler does not know that it stays. PTX ISA "%ctaid".
+__device__ __forceinline__ unsigned ptx_ctaid_x() {
+    unsigned x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x)::"memory");
+    return x;
+}
+
 typedef unsigned short fa4_bf16;  // the bits of a bfloat16
 
 // 1 / x, approximate (at most 1 ulp), subnormals flushed. PTX ISA "rcp".
@@ -1380,10 +1387,12 @@ fa4_attention_d512_m4r32_sk_bf16_causal_p64_len_sm100a(
         // A negative scale is in the sign of S already (see multiply). 0 becomes a scale so small that every probability is still 1: 0
         // itself would make -inf * 0 of a masked score.
         const float scale_log2e = fmaxf(fabsf(scale * LOG2E), 1e-30f);
+        // Worked out anew: what is kept from before the roles part is kept within the few registers that the issuing warps have.
+        const Item own = item_at(p, ptx_ctaid_x());
         Row state;
-        softmax(state, p, item, at, smem_bytes, smem, tmem, scale_log2e);
+        softmax(state, p, own, at, smem_bytes, smem, tmem, scale_log2e);
         const Workspace workspace{partial_o, partial_lse, arrived, launch};
-        finish(state, p, item, at, &out_map, lse, workspace, smem_bytes, smem, tmem, scale_log2e);
+        finish(state, p, own, at, &out_map, lse, workspace, smem_bytes, smem, tmem, scale_log2e);
     } else if (warp < WARPGROUPS * 4 + 4) {
         ptx_setmaxnreg_dec<88>();
         correct(item, reinterpret_cast<const float*>(smem_bytes + FACTORS_OFFSET), smem, tmem, threadIdx.x % 128);
