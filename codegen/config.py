@@ -204,8 +204,8 @@ class Config(BaseModel):
     tile_rows: Positive | None = Field(None, description="rows of a tile that carry queries, the rest is padding; derived: rows")
     rescale: Literal["eager", "lazy", "exact"] = Field(
         "lazy",
-        description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum; exact: "
-        "lazy for each row by itself, so that no bit of a row depends on when the other rows of its tile ask for it",
+        description="sm_90a shared-key: exchange row maxima every key tile, or only when a row outgrew the last agreed maximum; exact "
+        "(on sm_100a too): lazy for each row by itself, so that no bit of a row depends on when the other rows of its tile ask for it",
     )
     kv_layout: Literal["contiguous", "paged"] = Field(
         "contiguous", description="paged: K and V are pages of page_size keys, which a block table on the device lists for each sequence"
