@@ -86,6 +86,10 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "what is handed over is written by tcgen05.st, an operation of the whole warp that the lane which arrives has waited for", after=0,
     ),
     Equivalent(
+        "sm_100a-exchange4_loop", "^instruction dropped", r"mov\.u32\s+%r\d+, %r1;",
+        "the same move stands before a branch and after it: with more than one row both are executed", before=0, after=0,
+    ),
+    Equivalent(
         "sm_100a-attention", "^bar.warp.sync (dropped|after)", r"ld\.shared\.f32[^;]*;\s*bar\.warp\.sync",
         f"correct's signal that factors are read: {_COMMIT}", after=0,
     ),
