@@ -86,6 +86,14 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "what is handed over is written by tcgen05.st, an operation of the whole warp that the lane which arrives has waited for", after=0,
     ),
     Equivalent(
+        "d512-sm_90a-attention", "^ring one slot too long", "", "a key tile fills the ring's 8 slots exactly: this step never wraps",
+        numbers=(8,),
+    ),
+    Equivalent(
+        "d512-sm_90a-attention", "^parity kept when the ring wraps", "", "a key tile fills the ring's 8 slots exactly: this step never wraps",
+        numbers=(0,),
+    ),
+    Equivalent(
         "sm_100a-exchange4_loop", "^instruction dropped", r"mov\.u32\s+%r\d+, %r1;",
         "the same move stands before a branch and after it: with more than one row both are executed", before=0, after=0,
     ),

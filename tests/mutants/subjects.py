@@ -265,7 +265,7 @@ def subjects() -> tuple[Subject, ...]:
     return (
         *_units("sm_90a"),
         *_units("sm_100a"),
-        # A key tile of d256 fills its ring of 4 slots exactly: most of its ring steps never wrap. d512 has 3 slots for 4.
+        # A key tile of d256 takes 4 of its ring's 10 slots, one of d512 all 8: most of their ring steps never wrap.
         attention_subject(
             "d256",
             "sm_90a",
