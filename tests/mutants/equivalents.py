@@ -25,6 +25,8 @@ class Equivalent:
 
 _COMMIT = "what the MMA thread knows when it issues happens before the wait for its commit, and that order covers the same accesses"
 
+_FILLED = "a key tile fills the ring's 8 slots exactly: this step never wraps"
+
 EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent(
         "sm_100a|d128-sm_90a|sm_90a-(exchange|level0|combine)", "^fence.mbarrier_init dropped", "",
@@ -85,14 +87,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         r"tcgen05\.wait::st[^;]*;[\s\S]{0,60}tcgen05\.fence::before[^;]*;(?:(?!;)[\s\S]){0,60}(?:setp\.ne\.s32[^;]*;)?\s*bar\.warp\.sync",
         "what is handed over is written by tcgen05.st, an operation of the whole warp that the lane which arrives has waited for", after=0,
     ),
-    Equivalent(
-        "d512-sm_90a-attention", "^ring one slot too long", "", "a key tile fills the ring's 8 slots exactly: this step never wraps",
-        numbers=(8,),
-    ),
-    Equivalent(
-        "d512-sm_90a-attention", "^parity kept when the ring wraps", "", "a key tile fills the ring's 8 slots exactly: this step never wraps",
-        numbers=(0,),
-    ),
+    Equivalent("d512-sm_90a-attention", "^ring one slot too long", "", _FILLED, numbers=(8,)),
+    Equivalent("d512-sm_90a-attention", "^parity kept when the ring wraps", "", _FILLED, numbers=(0,)),
     Equivalent(
         "sm_100a-exchange4_loop", "^instruction dropped", r"mov\.u32\s+%r\d+, %r1;",
         "the same move stands before a branch and after it: with more than one row both are executed", before=0, after=0,
