@@ -614,17 +614,6 @@ struct Problem {
     unsigned items;
 };
 
-// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
-struct Quotient {
-    unsigned whole, rest;
-};
-
-__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
-    if (by == 1) return Quotient{value, 0};
-    const unsigned whole = value / by;
-    return Quotient{whole, value - whole * by};
-}
-
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
                                             unsigned cluster = 1) {
@@ -654,16 +643,16 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
     const unsigned cluster_log2 = 31 - __clz(p.cluster);
-    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
-    const Quotient tile = divide(head.whole, p.q_tiles);
-    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
-    item.kv_head = head.rest;
-    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
-    item.batch = part.whole;
-    item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
-    const Quotient position = divide(tile.rest, p.tiles_per_position);
-    item.position = position.whole * p.tile_positions;
-    item.head = position.rest * p.tile_rows;
+    // Divided anew for each number: quotients kept side by side take registers that 32 rows of depth 128 do not have.
+    const unsigned unit = index >> cluster_log2;
+    const unsigned groups = p.partitions >> cluster_log2;
+    const unsigned tile = unit / p.kv_heads % p.q_tiles;
+    item.kv_head = unit % p.kv_heads;
+    item.partition = (unit / p.kv_heads / p.q_tiles % groups << cluster_log2) + (index & (p.cluster - 1));
+    item.batch = unit / p.kv_heads / p.q_tiles / groups;
+    item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
+    item.position = tile / p.tiles_per_position * p.tile_positions;
+    item.head = tile % p.tiles_per_position * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
