@@ -91,7 +91,8 @@ def attention_launch(
     """The launch that fills `out` and `lse`: one CTA for each partition of the keys of each query tile.
 
     As attention.attention_launch describes them: arrays that it has checked, their extents, the softmax scale, and the features' arrays by
-    argument name. ctas: CTAs that run at once, which "auto" fills. partition_keys: a multiple of the key tile, "auto", or None: all keys in one partition.
+    argument name. ctas: CTAs that run at once, which "auto" fills. partition_keys: a multiple of the key tile, "auto", or None: all keys in
+    one partition.
     Raises ValueError where partition_keys does not fit.
     """
     geo = _sm100(geo)
