@@ -5,6 +5,7 @@ Equal sources are compiled and run once. The draws lean towards the edges of leg
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,8 @@ from fa4gen.codegen.config import Config, ConfigError, parse_config
 from fa4gen.codegen.geometry import all_rules, derive
 from fa4gen.codegen.render import render
 
-EXAMPLES = 500
+# Half a minute of compiling each hundred; FA4GEN_SWEEP=1 draws as many as a sweep has time for.
+EXAMPLES = 2000 if "FA4GEN_SWEEP" in os.environ else 240
 # Run on several workers; each shard has a seed of its own, so that the examples are the same everywhere.
 SHARDS = 4
 
