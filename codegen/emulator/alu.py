@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import numerics as fp
-from .decode import KINDS, Assembler, Slot, instruction, kind_bytes
+from .decode import KINDS, Assembler, Registers, Slot, instruction, kind_bytes
 from .machine import LANES, Step, Warp
 from .ptx import Choices, Immediate, Instruction, Negated, Operand, Pair, PtxError, Register, Special, Vector
 
@@ -880,8 +880,14 @@ def _slct(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 _TIMERS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 
 
-def copy_steps(pairs: list[tuple[int, int]]) -> Steps:
+def copy_steps(asm: Assembler, pairs: list[tuple[int, int]]) -> Steps:
     """Steps that copy slots to slots, in order."""
+    steps = _copy_steps(pairs)
+    asm.registers_only[steps[0]] = Registers(pairs=tuple(pairs))
+    return steps
+
+
+def _copy_steps(pairs: list[tuple[int, int]]) -> Steps:
     copyto = np.copyto
     if len(pairs) == 1:
         ((d, s),) = pairs
@@ -942,7 +948,7 @@ def _mov(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     view = "pred" if kind == "pred" else "u" + str(8 * kind_bytes(storage(kind)))
     if isinstance(value, Special | Immediate):
         view = storage(kind)
-    return copy_steps([(asm.destination(target, view), asm.source(value, view))])
+    return copy_steps(asm, [(asm.destination(target, view), asm.source(value, view))])
 
 
 def _part_kind(size: int) -> str:
@@ -968,15 +974,15 @@ def _mov_vector(asm: Assembler, kind: str, target: Operand, value: Operand) -> S
             for i, item in enumerate(items):
                 pieces = np.ascontiguousarray(whole.view(KINDS[view])[i :: len(items)])
                 pairs.append((_whole_destination(asm, item, part), asm.constant(pieces)))
-            return copy_steps(pairs)
+            return copy_steps(asm, pairs)
         for i, item in enumerate(items):
             pairs.append((_whole_destination(asm, item, part), asm.register(value, view, i)))
-        return copy_steps(pairs)
+        return copy_steps(asm, pairs)
     if not isinstance(target, Register):
         raise asm.error("the destination of mov is not a register")
     for i, item in enumerate(items):
         pairs.append((asm.register(target, view, i, write=True), asm.source(item, view)))
-    return copy_steps(pairs)
+    return copy_steps(asm, pairs)
 
 
 def _whole_destination(asm: Assembler, item: Operand, part: int) -> int:
@@ -1115,11 +1121,10 @@ def _cvt_pack(asm: Assembler, words: list[str]) -> Steps:
         raise asm.error("stochastic rounding is not supported")
     narrow = fp.f32_to_bf16 if words[-2] == "bf16x2" else fp.f32_to_f16
 
-    both = np.empty(64, np.float32)
-
     def pack(a: Array, b: Array, out: Array) -> None:
-        both[0::2] = b
-        both[1::2] = a
+        both = np.empty(out.shape, np.float32)
+        both[..., 0::2] = b
+        both[..., 1::2] = a
         out[...] = narrow(both, rounding, relu, satfinite)
 
     operands = asm.operands(3)

@@ -6,7 +6,7 @@ Tables of instructions register themselves with `@instruction`; an entry receive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .machine import ALL_BYTES, LANES, NONE_BYTES, Step, Warp, bits_of
+from .machine import ALL_BYTES, BLOCK_AHEAD, LANES, NONE_BYTES, Step, Warp, bits_of
 from .memory import POISON32
 from .ptx import (
     Address,
@@ -39,6 +39,7 @@ from .ptx import (
 from .unwritten import RegisterKey, Unwritten
 
 if TYPE_CHECKING:
+    from .blocks import Block
     from .machine import Cta
 
 Array = NDArray[Any]
@@ -84,6 +85,17 @@ class Slot:
     part: int = 0
     """Which of the register's `stride` parts, lowest first."""
     value: Any = None
+
+
+@dataclass(frozen=True)
+class Registers:
+    """What a step does that touches nothing but registers: function(*sources, destination), or copies of slots to slots."""
+
+    function: Callable[..., Any] | None = None
+    destination: int = -1
+    sources: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+    """(destination, source) of each copy, in order."""
 
 
 Builder = Callable[["Assembler", Instruction, list[str]], "tuple[Step, Step]"]
@@ -159,6 +171,8 @@ class Assembler:
         self.uses: dict[RegisterKey, str] = {}
         self.writes: dict[RegisterKey, str] = {}
         """Registers that the instruction under way reads and writes, with their names."""
+        self.registers_only: dict[Step, Registers] = {}
+        """Steps of a whole warp that touch nothing but registers, and what they do."""
         self.watched = 0
         """32-bit registers (bit by number) that some wgmma names: what else accesses them is noted."""
 
@@ -309,6 +323,7 @@ class Assembler:
                 function(*[r[s] for s in many], scratch)
                 store(w, r)
 
+        self.registers_only[full] = Registers(function, d, tuple(sources))
         return full, masked
 
     def address(self, operand: Operand, default_space: str) -> tuple[int, Array | None, str]:
@@ -364,6 +379,11 @@ class Assembler:
         return full, partial
 
 
+def block_ahead(w: Warp, r: list[Any]) -> int:
+    """The step where a block begins: the warp decides whether to run it as one."""
+    return BLOCK_AHEAD
+
+
 def uniform(value: Array, w: Warp, what: str) -> int:
     """The value of an operand that must be the same in every active lane."""
     active = value[w.mask]
@@ -384,6 +404,17 @@ class DecodedEntry:
         self.lines = [i.line for i in entry.instructions]
         self.opcodes = [i.opcode for i in entry.instructions]
         self.unwritten = Unwritten()
+        self.registers_only: dict[int, tuple[Registers, frozenset[RegisterKey], frozenset[RegisterKey]]] = {}
+        """By instruction: what it does if it touches nothing but registers, those it reads and those it writes."""
+        self.fills: dict[int, Iterable[int]] = {}
+        """By instruction: the 32-bit registers it reads that some tcgen05.ld fills."""
+        self.noted: dict[int, int] = {}
+        """By instruction: the watched registers (bit by number) that it accesses."""
+        self.blocks: dict[int, Block] = {}
+        """By first instruction: runs of instructions that touch nothing but registers."""
+        self.pick_members: Callable[[list[Step]], Any] | None = None
+        self.member_steps: Any = ()
+        """The steps of the instructions of blocks, and what picks them from a list of all."""
         for index, ins in enumerate(entry.instructions):
             assembler.instruction = ins
             assembler.code = Code(index, ins.line, ins.opcode)
@@ -399,8 +430,14 @@ class DecodedEntry:
                 raise PtxError(f"{ins.opcode}: {error}", ins.line) from error
             self.full.append(steps[0])
             self.masked.append(steps[1])
+            does = assembler.registers_only.get(steps[0])
+            if does is not None:
+                self.registers_only[index] = (does, frozenset(assembler.uses), frozenset(assembler.writes))
             self.unwritten.note(ins, assembler.code, assembler.uses, assembler.writes)
+        plain = list(self.full)
         self.unwritten.watch(self.full, self.masked, assembler)
+        # An instruction that keeps count of the lanes that have written a register does so one by one.
+        self.registers_only = {index: each for index, each in self.registers_only.items() if self.full[index] is plain[index]}
         self.sources = {i.line: i.source for i in entry.instructions if i.source}
         """PTX line to file:line of the source."""
         if assembler.watched:
@@ -408,6 +445,7 @@ class DecodedEntry:
                 bits = register_mask(ins) & assembler.watched
                 if bits and not ins.opcode.startswith("wgmma.mma_async"):
                     code = Code(index, ins.line, ins.opcode)
+                    self.noted[index] = bits
                     self.full[index] = _noting(self.full[index], code, bits)
                     self.masked[index] = _noting(self.masked[index], code, bits)
         counts = entry.register_counts
@@ -418,6 +456,15 @@ class DecodedEntry:
         self.exit_hooks: list[Callable[[Cta, Warp], None]] = []
         for hook in DECODE_HOOKS:
             hook(self)
+
+    def steps(self) -> tuple[list[Step], dict[int, Block]]:
+        """(steps of a whole warp with BLOCK_AHEAD where a block begins, the blocks); no blocks where someone has replaced steps of them."""
+        if self.pick_members is None or self.pick_members(self.full) != self.member_steps:
+            return self.full, {}
+        steps = list(self.full)
+        for start in self.blocks:
+            steps[start] = block_ahead
+        return steps, self.blocks
 
     def cta_exit(self, cta: Cta, warp: Warp) -> None:
         for hook in EXIT_HOOKS:
@@ -436,7 +483,14 @@ class DecodedEntry:
             place += self.counts[view[0]] + (view[0] == 1)
         constants, made = place, place + len(self.constants)
         places = []
+        numbers = {view: number for number, view in enumerate(self.views)}
+        self.homes: list[tuple[int | None, int]] = []
+        """Of each slot (number among the tables of a warp, row); (-1, 0) of a constant, (None, 0) of what is neither."""
         for slot in slots:
+            if slot.source == "reg":
+                self.homes.append((numbers[slot.bits, slot.dtype, slot.stride, slot.part], slot.index))
+            else:
+                self.homes.append((-1 if slot.source == "const" else None, 0))
             if slot.source == "reg":
                 places.append(first[slot.bits, slot.dtype, slot.stride, slot.part] + slot.index)
             elif slot.source == "const":
@@ -464,9 +518,10 @@ class DecodedEntry:
             warp.local = np.full((32, (self.local_bytes + 15) // 16 * 16), 0xFF, np.uint8)
             if warp.cta.check:
                 warp.local_written = np.zeros(warp.local.shape, np.bool_)
+        warp.tables = [banks[bits].view(kind)[:, part::stride] for bits, kind, stride, part in self.views]
         pool: list[Any] = []
-        for bits, kind, stride, part in self.views:
-            pool.extend(banks[bits].view(kind)[:, part::stride])
+        for table in warp.tables:
+            pool.extend(table)
         pool += self.constants
         for slot in self.made:
             if slot.source == "sink":

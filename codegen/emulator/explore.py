@@ -168,7 +168,7 @@ class ExploringRun(Run):
     def __init__(self, *, plan: list[_State], **options: Any) -> None:
         super().__init__(observer=None, **options)
         self.observer = _Watcher(self)
-        self.code = _pausing(self.code)
+        self.use(_pausing(self.code))
         self.random = _Fixed()  # type: ignore[assignment]
         self.residency = self.total_clusters
         self.permit: Warp | None = None

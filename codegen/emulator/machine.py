@@ -44,6 +44,8 @@ YIELD = -5
 """The quantum ends after this instruction."""
 PAUSE = -6
 """The quantum ends before this instruction."""
+BLOCK_AHEAD = -7
+"""A block of instructions that touch nothing but registers begins here."""
 
 WARP = 32
 LANES = np.arange(WARP, dtype=np.int64)
@@ -115,10 +117,12 @@ class Track:
 class Group:
     """Lanes of a warp that share a program counter."""
 
-    __slots__ = ("bits", "blocked", "forced", "mask", "parked", "pc", "spurious", "track")
+    __slots__ = ("ahead", "bits", "blocked", "forced", "mask", "parked", "pc", "spurious", "track")
 
     def __init__(self, pc: int, mask: Bool, track: Track) -> None:
         self.pc = pc
+        self.ahead = 0
+        """Instructions from `pc` on that have been executed with their block, but not been counted yet."""
         self.track = track
         self.parked = -1
         """Phase of the mbarrier that the group has been waiting for."""
@@ -152,6 +156,8 @@ class Warp:
         self.paused = False
         """Stopped before an event of an exploration."""
         self.R: list[Any] = []
+        self.tables: list[Array] = []
+        """The banks of registers seen as one type each, [registers, lanes]."""
         self.B16: Array
         self.B32: Array
         self.B64: Array
@@ -275,15 +281,22 @@ class Warp:
     def run(self, quantum: int) -> int:
         """Execute up to `quantum` instructions; returns how many were."""
         left = quantum
-        code = self.cta.launch.code
+        launch = self.cta.launch
+        code, steps = launch.code, launch.steps
         registers = self.R
         while left > 0:
             group = self.pick()
             if group is None:
                 break
+            if group.ahead:
+                counted = min(left, group.ahead)
+                group.ahead -= counted
+                group.pc += counted
+                left -= counted
+                continue
             self._enter(group)
             self.mask = group.mask
-            ops = code.full if group.bits == FULL_BITS else code.masked
+            ops = steps if group.bits == FULL_BITS else code.masked
             pc = group.pc
             alone = len(self.groups) == 1
             result: int | None = None
@@ -296,6 +309,19 @@ class Warp:
                             pc += 1
                         elif result >= 0:
                             pc = result
+                        elif result == BLOCK_AHEAD:
+                            block = launch.blocks[pc]
+                            if not block.run(self, registers):
+                                code.full[pc](self, registers)
+                                pc += 1
+                            elif block.length <= left:
+                                left -= block.length - 1
+                                pc += block.length
+                            else:
+                                group.ahead = block.length - 1 - left
+                                pc += 1 + left
+                                left = 0
+                            result = None
                         else:
                             break
                 else:
@@ -557,6 +583,7 @@ class Cta:
         self.words.clear()
         for warp in self.warps:
             warp.R.clear()
+            warp.tables.clear()
             warp.local = warp.local_written = warp.wgmma = warp.tmem_ops = None
 
     def left(self, clock: Clock, also: Clock | None) -> None:
@@ -728,7 +755,7 @@ class Run:
         schedule: Schedule | None = None,
         regions: Regions | None = None,
     ) -> None:
-        self.code = code
+        self.use(code)
         self.schedule = Schedule() if schedule is None else schedule
         self.regions = Regions() if regions is None else regions
         self.profile = profile
@@ -778,6 +805,11 @@ class Run:
         self.max_resident = max(
             MIN_RESIDENT, min(MAX_RESIDENT, RESIDENT_BYTES // ((SHADOW_BYTES if check else 1) * (SHARED_START + shared_bytes) + registers))
         )
+
+    def use(self, code: Any) -> None:
+        """Run this decoded entry."""
+        self.code = code
+        self.steps, self.blocks = code.steps()
 
     # ------------------------------------------------------------------------------------------------------------ services
 
@@ -1057,6 +1089,7 @@ def _describe_mbarrier(barrier: MBarrier) -> str:
 
 
 __all__ = [
-    "ALL", "ALL_BYTES", "BLOCK", "EXIT", "FULL_BITS", "LANES", "MBARRIER_LIMIT", "NONE_BYTES", "PAUSE", "RETRY", "SPLIT", "WARP", "YIELD",
+    "ALL", "ALL_BYTES", "BLOCK", "BLOCK_AHEAD", "EXIT", "FULL_BITS", "LANES", "MBARRIER_LIMIT", "NONE_BYTES", "PAUSE", "RETRY", "SPLIT",
+    "WARP", "YIELD",
     "Cta", "Group", "MBarrier", "Pending", "Run", "Track", "Warp", "bits_of", "mask_of", "ranges",
 ]  # fmt: skip

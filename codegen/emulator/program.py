@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import alu, asynchronous, cluster_control, control, memops, registers, tcgen05_mma, tensor, tensor_core, tmem
+from . import alu, asynchronous, blocks, cluster_control, control, memops, registers, tcgen05_mma, tensor, tensor_core, tmem
 from .asynchronous import TENSOR_MAP_MAGIC
 from .cluster import MAX_CLUSTER
 from .decode import Assembler, DecodedEntry
@@ -29,6 +29,9 @@ Array = NDArray[Any]
 
 INSTRUCTION_TABLES = (alu, control, memops, asynchronous, tensor, tmem, tcgen05_mma, cluster_control, registers)
 """The modules whose import fills the instruction table."""
+
+DECODE_PASSES = (blocks,)
+"""The modules whose import adds to what decoding does, after the tables."""
 
 MAX_SHARED_BYTES = 232_448
 MAX_THREADS = 1024

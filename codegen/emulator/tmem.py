@@ -556,6 +556,7 @@ def _complete_loads_on_use(decoded: DecodedEntry) -> None:
         rows = _read_registers(ins) & targets
         if rows and not ins.opcode.startswith("tcgen05.ld"):
             index = np.array(sorted(rows), np.int64)
+            decoded.fills[place] = rows
             decoded.full[place] = _after_loads(decoded.full[place], index)
             decoded.masked[place] = _after_loads(decoded.masked[place], index)
 
