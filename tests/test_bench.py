@@ -22,6 +22,7 @@ from fa4gen.codegen.backends.cuda import device_arch
 from fa4gen.codegen.bench import command, measure, peers, report
 from fa4gen.codegen.bench.cells import Cell, CellError, choose_cells, load_cells, parse_cell, shipped_series
 from fa4gen.codegen.config import load_config, parse_config
+from fa4gen.codegen.feature_inputs import page_table, paged
 from fa4gen.codegen.geometry import derive
 
 CELL = Cell(depth=512, batch=16, keys=8192, q_len=1, heads=32, kv_heads=4)
@@ -219,6 +220,16 @@ def test_the_table_compares_with_the_best_peer_that_is_right():
     assert peer_rows == [["d512 b16 k8192 q1 h32/4", "306.9", "708.0", "100.0 WRONG", "-"]]
 
 
+def test_why_a_peer_has_no_time_is_told_once():
+    cells = recorded().cells
+    twice = [*cells, replace(cells[0], cell=replace(CELL, keys=4096))]
+    assert report.peer_notes(recorded(cells=twice)) == [
+        "sdpa-flash is wrong by inf (d512 b16 k8192 q1 h32/4 and 1 more)",
+        "fa3 refuses: RuntimeError: head dimension at most 256 (d512 b16 k8192 q1 h32/4 and 1 more)",
+    ]
+    assert report.peer_notes(recorded())[0].endswith("inf (d512 b16 k8192 q1 h32/4)")
+
+
 def test_the_table_without_peers_or_stream_says_so():
     ours = report.Result("fa4gen", "d512", times(250.0), 2.4e-3)
     rows = report.main_rows(recorded(cells=[report.CellResults(CELL, "bfloat16", "none", [ours])]))
@@ -242,6 +253,7 @@ def test_show_prints_and_plots_a_recorded_run(tmp_path):
     assert shown.returncode == 0
     assert "read ceiling 4,679 GB/s" in shown.stdout
     assert "not measured: flashinfer-tc: flashinfer-python: No module named 'flashinfer'" in shown.stdout
+    assert "fa3 refuses: RuntimeError: head dimension at most 256 (d512" in shown.stdout
     assert all(len(line) < 400 for line in shown.stdout.splitlines())
     (plot,) = (tmp_path / "plots").iterdir()
     assert plot.name == "nvidia-h200-20261130T020000Z.svg"
@@ -307,6 +319,201 @@ def test_partition_counts_surround_the_sm_count(cell):
     if heads < 132 and cell.keys >= 8192:
         assert any(heads * count >= 132 for count in counts)
         assert any(heads * count <= 132 for count in counts)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """torch without a GPU as the peers' torch, compiling nothing."""
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(peers, "torch", torch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    return torch
+
+
+def peer_tensors(torch, cell: Cell) -> tuple[peers.Tensors, np.ndarray]:
+    """A cell's inputs for a peer, in float32 on the CPU, and O in float64."""
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        rng.standard_normal((cell.batch, length, heads, cell.depth)).astype(np.float32)
+        for length, heads in ((cell.q_len, cell.heads), (cell.keys, cell.kv_heads), (cell.keys, cell.kv_heads))
+    )
+    sinks = np.linspace(-2, 6, cell.heads, dtype=np.float32) if cell.sinks else None
+    tensors = peers.Tensors.__new__(peers.Tensors)
+    tensors.cell, tensors.scale, tensors.causal, tensors.time = cell, 0.2, cell.causal, lambda run: 1.0
+    tensors.q, tensors.k, tensors.v = (torch.from_numpy(x) for x in (q, k, v))
+    tensors.sinks = None if sinks is None else torch.from_numpy(sinks)
+    tensors.page_size, tensors._pages, tensors._table = cell.page_size or peers.PAGE_KEYS, None, None
+    if cell.page_size is not None:
+        table = page_table(cell.batch, cell.keys, cell.page_size)
+        tensors._pages = tuple(torch.from_numpy(np.nan_to_num(paged(x, table, cell.page_size))) for x in (k, v))
+        tensors._table = torch.from_numpy(table)
+    rules = {"causal": cell.causal, "window": cell.window, "softcap": cell.softcap, "sinks": sinks}
+    return tensors, reference.attention(q, k, v, scale=tensors.scale, **rules)[0]
+
+
+SMALL = Cell(depth=64, keys=200, batch=2, heads=8, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("flex", {}),
+        ("flex", {"causal": True, "q_len": 4, "softcap": 3.0}),
+        ("flex", {"causal": True, "window": 30, "sinks": True}),
+        ("flex", {"causal": True, "window": 70, "q_len": 4}),
+        ("flex", {"causal": True, "page_size": 16, "q_len": 4}),
+        ("flex", {"causal": True, "page_size": 16, "keys": 203, "window": 50, "q_len": 4, "softcap": 2.0, "sinks": True}),
+        ("flex", {"page_size": 16, "keys": 250}),
+        ("math", {"causal": True, "window": 70}),
+        ("math", {"causal": True, "window": 70, "q_len": 4}),
+        ("math", {"causal": True, "window": 300, "q_len": 4}),
+    ],
+    ids=str,
+)
+def test_what_a_peer_of_torch_is_asked_for(name, change, on_the_cpu, monkeypatch):
+    monkeypatch.setitem(peers._PREPARE, "math", lambda name, tensors: peers._sdpa("MATH", name, tensors))
+    tensors, expected = peer_tensors(on_the_cpu, replace(SMALL, **change))
+    peer = peers.prepare(name, tensors)
+    assert measure.relative_error(peer.output(), expected) < 1e-6
+    if name == "math":
+        window = tensors.cell.window
+        assert tensors.kv_in_sight[0].shape[2] == min(200, window + tensors.cell.q_len - 1), "no key out of every query's sight is read"
+
+
+def test_pages_in_sight_of_every_query_need_no_mask(on_the_cpu):
+    """Then a page's keys are told from those of other sequences by the list alone, which is what is compiled."""
+    import torch.nn.attention.flex_attention as flex
+
+    for change, whole in [
+        ({}, True),
+        ({"causal": True, "window": 32}, True),
+        ({"causal": True, "window": 40}, False),
+        ({"keys": 201}, False),
+    ]:
+        tensors, _ = peer_tensors(on_the_cpu, replace(SMALL, page_size=16, **({"keys": 208} | change)))
+        k, _, mask = peers._flex_pages(flex, tensors)
+        assert (mask.mask_mod is flex.noop_mask) == whole
+        for sequence in range(2):
+            count = int(mask.kv_num_blocks[sequence, 0, 0])
+            listed = mask.kv_indices[sequence, 0, 0, :count]
+            keys = k[0].reshape(2, -1, 16, 64)[:, listed].reshape(2, -1, 64)
+            first = tensors.first_key // 16 * 16
+            expected = tensors.k[sequence, first:].transpose(0, 1)
+            assert on_the_cpu.equal(keys[:, : expected.shape[1]], expected)
+            assert keys.shape[1] - expected.shape[1] == -tensors.cell.keys % 16
+
+
+class FakeFlashInfer:
+    """Keeps what FlashInfer's wrappers are asked for."""
+
+    def __init__(self, output) -> None:
+        self.asked, self.output = {}, output
+        self.attention_sink_decl = {"fa2": "source"}
+
+    def _wrapper(self, workspace, layout, **options):
+        self.asked |= options
+        return self
+
+    BatchDecodeWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper = _wrapper
+
+    def get_batch_prefill_attention_sink_uri(self, *key):
+        return "sink_" + "_".join(str(part) for part in key[-4:])
+
+    def plan(self, *tables, **options):
+        self.asked |= options
+
+    def run(self, q, pages, *more):
+        self.asked["more"] = more
+        return self.output
+
+    def xqa_batch_decode_with_kv_cache(self, q, pages, workspace, table, lengths, most, **options):
+        self.asked |= options | {"most": most, "lengths": lengths, "q": q}
+        return self.output
+
+
+def asked_of_flashinfer(torch, monkeypatch, name: str, cell: Cell) -> tuple[dict, peers.Tensors]:
+    tensors, _ = peer_tensors(torch, cell)
+    fake = FakeFlashInfer(tensors.q.flatten(0, 1))
+    monkeypatch.setattr(peers, "import_module", lambda name: fake)
+    monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 1 << 10)
+    assert np.array_equal(peers.prepare(name, tensors).output(), tensors.q.numpy())
+    return fake.asked, tensors
+
+
+def test_flashinfer_is_asked_for_the_cells_features(on_the_cpu, monkeypatch):
+    cell = replace(SMALL, causal=True, window=70)
+    for name in ("flashinfer-tc", "flashinfer-cc"):
+        asked, _ = asked_of_flashinfer(on_the_cpu, monkeypatch, name, replace(cell, softcap=30.0))
+        assert (asked["window_left"], asked["logits_soft_cap"], asked["more"]) == (69, 30.0, ())
+    for window, module in ((None, "sink_64_64_0_False"), (70, "sink_64_64_0_True")):
+        asked, tensors = asked_of_flashinfer(on_the_cpu, monkeypatch, "flashinfer-tc", replace(cell, window=window, sinks=True))
+        assert asked["more"] == (tensors.sinks, tensors.scale)
+        assert asked["jit_args"][0] == module, "a module for each depth"
+        assert asked["jit_kwargs"] == {"use_sliding_window": window is not None}
+        assert asked.get("window_left", -1) == (window or 0) - 1
+    asked, tensors = asked_of_flashinfer(on_the_cpu, monkeypatch, "flashinfer-xqa", replace(cell, sinks=True))
+    assert (asked["window_left"], asked["sinks"], asked["q_len_per_req"], asked["mask"]) == (69, tensors.sinks, 1, None)
+    assert asked["most"] == 256
+    assert asked["lengths"].numpy().tolist() == [200, 200]
+
+
+@pytest.mark.parametrize(("causal", "rows"), [(True, [1, 3, 7, 15]), (False, [15, 15, 15, 15])])
+def test_xqa_is_told_which_drafts_a_query_sees(causal, rows, on_the_cpu, monkeypatch):
+    asked, _ = asked_of_flashinfer(on_the_cpu, monkeypatch, "flashinfer-xqa", replace(SMALL, causal=causal, q_len=4))
+    assert asked["mask"].numpy().view(np.uint32).tolist() == [[[row] for row in rows]] * 2
+    assert asked["q"].shape == (8, 8, 64)
+    longest = peers._draft_mask(replace(SMALL, q_len=peers.MAX_DRAFT), True)
+    assert longest.view(np.uint32)[1, -1, 0] == 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("sdpa-flash", {"sinks": True}, "it has no sinks"),
+        ("sdpa-flash", {"page_size": 16}, "it has no pages"),
+        ("flashinfer-cc", {"sinks": True}, "its decode kernel has no sinks"),
+        ("flashinfer-tc", {"sinks": True, "softcap": 2.0}, "its kernel with sinks has no softcap"),
+        ("flashinfer-xqa", {"softcap": 2.0}, "it has no softcap"),
+        ("flashinfer-xqa", {"q_len": 4, "causal": True, "window": 8}, "its window is the last query's for all queries"),
+        ("flashinfer-xqa", {"q_len": 33}, "more than 32 queries"),
+        ("flex", {}, "RuntimeError: out of it"),
+    ],
+)
+def test_a_peer_that_refuses_says_why_in_one_line(name, change, reason, on_the_cpu, monkeypatch):
+    tensors, _ = peer_tensors(on_the_cpu, replace(SMALL, **change))
+
+    def fails(*_, **__):
+        raise RuntimeError("\n  out of it\nat length")
+
+    monkeypatch.setattr(on_the_cpu, "compile", fails)
+    if name.startswith("flashinfer"):
+        monkeypatch.setattr(peers, "import_module", lambda name: FakeFlashInfer(None))
+        monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE_BYTES", 1 << 10)
+    with pytest.raises(peers.Refused) as caught:
+        peers.prepare(name, tensors)
+    assert str(caught.value) == reason
+
+
+def test_of_several_ways_the_fastest_that_works_is_measured(on_the_cpu):
+    tensors, _ = peer_tensors(on_the_cpu, SMALL)
+    times = {"slow": 3.0, "fast": 1.0, "middling": 2.0}
+
+    def way(name):
+        def make():
+            if name not in times:
+                raise MemoryError(f"{name} is too large")
+            return lambda: name
+
+        return make, f"note of {name}"
+
+    tensors.time = lambda run: times[run()]
+    run, note = peers._fastest(tensors, map(way, ["large", "slow", "fast", "larger", "middling"]))
+    assert (run(), note) == ("fast", "note of fast")
+    with pytest.raises(peers.Refused, match="MemoryError: larger is too large"):
+        peers._fastest(tensors, map(way, ["large", "larger"]))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -784,9 +991,20 @@ def test_bench_and_tune_run_from_end_to_end(gpu, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(os.environ.get("FA4GEN_PEERS") != "1", reason="set FA4GEN_PEERS=1 to run every installed peer")
-@pytest.mark.parametrize("cell", [Cell(depth=128, batch=2, keys=1000, heads=32, kv_heads=4), Cell(depth=128, batch=2, keys=1024, q_len=4)])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(depth=128, batch=2, keys=1000, heads=32, kv_heads=4),
+        Cell(depth=128, batch=2, keys=1024, q_len=4),
+        Cell(depth=128, batch=2, keys=1000, causal=True, window=300),
+        Cell(depth=128, batch=2, keys=1000, causal=True, window=300, q_len=4, page_size=16, key_lengths=True),
+        Cell(depth=128, batch=2, keys=1000, softcap=30.0),
+        Cell(depth=64, batch=2, keys=1024, causal=True, window=128, sinks=True, page_size=16, key_lengths=True),
+    ],
+    ids=str,
+)
 def test_installed_peers_are_right(gpu, cell):
-    problem = measure.Problem(gpu, cell, "bfloat16", causal=False)
+    problem = measure.Problem(gpu, cell, "bfloat16", causal=cell.causal)
     ready, refused = command._prepared_peers(problem, list(peers.installed()[0]))
     errors = {peer.name: measure.check(problem, peer).error for peer in ready}
     assert errors

@@ -1,9 +1,10 @@
-"""Other implementations of the same attention, where they are installed: torch's SDPA backends, FlashAttention-3, FlashInfer, and a
-split-KV kernel in Triton written for this comparison. The one file that imports them; every import may fail.
+"""Other implementations of the same attention, where they are installed: torch's SDPA backends and flex attention, FlashAttention-3,
+FlashInfer, and a split-KV kernel in Triton written for this comparison. The one file that imports them; every import may fail.
 
-A peer gets the layout that suits it, prepared before it is timed: contiguous heads for SDPA and Triton, pages of 64 keys for FlashInfer.
-Where the cell has pages, those that take pages get the cell's, and the others are out; the same goes for windows, softcap and sinks. Query
-rows of a KV head are packed (position-major) where the peer has no grouped heads of its own.
+A peer gets the layout that suits it, prepared before it is timed: contiguous heads for SDPA, flex attention and Triton, narrowed to the
+keys in sight of any query where the peer has no window of its own; pages of 64 keys for FlashInfer. Where the cell has pages, those that
+take pages get the cell's, and the others are out; the same goes for softcap and sinks. Query rows of a KV head are packed (position-major)
+where the peer has no grouped heads of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from importlib import import_module, metadata
 from typing import Any, NamedTuple
@@ -53,7 +54,9 @@ triton = _import("triton", "triton") if torch is not None else None
 tl = _import("triton.language", "triton") if triton is not None else None
 
 PAGE_KEYS = 64
+FLEX_QUERIES = 128  # queries of a block of flex attention's masks
 FLASHINFER_WORKSPACE_BYTES = 256 << 20
+MAX_DRAFT = 32  # queries whose mask fits in the one word that is built here
 
 Time = Callable[[Callable[[], Any]], float]  # device seconds of what the callable enqueues
 
@@ -78,9 +81,11 @@ _PACKAGES = {
     "sdpa-cudnn": _SDPA,
     "sdpa-flash": _SDPA,
     "sdpa-efficient": _SDPA,
+    "flex": _Package("torch.nn.attention.flex_attention", "torch"),
     "fa3": _Package("fa3_fwd_interface", "fa3-fwd"),
     "flashinfer-tc": _Package("flashinfer", "flashinfer-python"),
     "flashinfer-cc": _Package("flashinfer", "flashinfer-python"),
+    "flashinfer-xqa": _Package("flashinfer", "flashinfer-python"),
     "triton-split": _Package("triton", "triton"),
 }
 NAMES = tuple(_PACKAGES)
@@ -168,6 +173,18 @@ class Tensors:
         """k and v as contiguous [batch, kv_heads, keys, depth]."""
         return self.k.transpose(1, 2).contiguous(), self.v.transpose(1, 2).contiguous()
 
+    @property
+    def first_key(self) -> int:
+        """The first key in sight of any query."""
+        window = self.cell.window
+        return 0 if window is None else max(self.cell.keys - self.cell.q_len + 1 - window, 0)
+
+    @property
+    def kv_in_sight(self) -> tuple[Any, Any]:
+        """head_kv from first_key on: views, since all sequences have the same length."""
+        k, v = self.head_kv
+        return k[:, :, self.first_key :], v[:, :, self.first_key :]
+
     @cached_property
     def pages(self) -> tuple[Any, Any]:
         """k and v as [batch * pages, page_size, kv_heads, depth]; a copy only where the keys do not fill the last page."""
@@ -185,16 +202,16 @@ class Tensors:
         if self._table is not None:
             return self._table
         per_sequence = -(-self.cell.keys // PAGE_KEYS)
-        return torch.arange(self.cell.batch * per_sequence, dtype=torch.int32, device="cuda").view(self.cell.batch, per_sequence)
+        return torch.arange(self.cell.batch * per_sequence, dtype=torch.int32, device=self.q.device).view(self.cell.batch, per_sequence)
 
     @cached_property
     def visible(self) -> Any:
-        """[1, 1, q_len * group, keys] bool: what the rows of packed_q see; None where that is everything."""
+        """[1, 1, q_len * group, keys in sight] bool: what the rows of packed_q see of kv_in_sight; None where that is everything."""
         cell = self.cell
-        if not self.causal or (cell.q_len == 1 and cell.window is None):
+        if not self.causal or cell.q_len == 1:
             return None
-        key = torch.arange(cell.keys, device="cuda")
-        last = (cell.keys - cell.q_len + torch.arange(cell.q_len, device="cuda")).repeat_interleave(cell.group)[:, None]
+        key = torch.arange(self.first_key, cell.keys, device=self.q.device)
+        last = (cell.keys - cell.q_len + torch.arange(cell.q_len, device=self.q.device)).repeat_interleave(cell.group)[:, None]
         seen = key <= last
         return (seen if cell.window is None else seen & (key > last - cell.window))[None, None]
 
@@ -203,6 +220,30 @@ class Tensors:
         cell = self.cell
         split = out.reshape(cell.batch, cell.kv_heads, cell.q_len, cell.group, cell.depth)
         return split.permute(0, 2, 1, 3, 4).reshape(cell.batch, cell.q_len, cell.heads, cell.depth)
+
+
+def _fastest(tensors: Tensors, ways: Iterable[tuple[Callable[[], Callable[[], Any]], str]]) -> tuple[Callable[[], Any], str]:
+    """The fastest of some ways to run a peer, and its note; ways: what makes the run, and a note. Those that fail are out.
+
+    Raises Refused where all do.
+    """
+    best: tuple[float, Callable[[], Any], str] | None = None
+    failure = ""
+    for make, note in ways:
+        try:
+            run = make()
+            run()
+            torch.cuda.synchronize()
+            seconds = tensors.time(run)
+        except Exception as error:  # too much shared memory, a compiler failure
+            torch.cuda.synchronize()
+            failure = _reason(error)
+            continue
+        if best is None or seconds < best[0]:
+            best = (seconds, run, note)
+    if best is None:
+        raise Refused(failure)
+    return best[1], best[2]
 
 
 class Peer:
@@ -254,7 +295,7 @@ def _sdpa(backend: str, name: str, tensors: Tensors) -> Peer:
     for feature, asked in (("pages", cell.page_size), ("softcap", cell.softcap), ("sinks", cell.sinks)):
         if asked:
             raise Refused(f"it has no {feature}")
-    q, (k, v), scale, visible = tensors.packed_q, tensors.head_kv, tensors.scale, tensors.visible
+    q, (k, v), scale, visible = tensors.packed_q, tensors.kv_in_sight, tensors.scale, tensors.visible
     chosen = getattr(SDPBackend, backend)
 
     def run() -> Any:
@@ -262,6 +303,94 @@ def _sdpa(backend: str, name: str, tensors: Tensors) -> Peer:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
 
     return Peer(name, run, tensors.unpack)
+
+
+def _flex_options(cell: Cell) -> list[dict[str, int]]:
+    """Kernel options of flex attention to try: its own choice, and more warps and stages, which it leaves at 2 and 1 on this GPU."""
+    tile_keys = min(64 if cell.depth <= 256 else 32, cell.page_size or PAGE_KEYS)
+    return [{}, {"BLOCK_N": tile_keys, "num_warps": 4, "num_stages": 3}]
+
+
+def _flex_pages(flex: Any, tensors: Tensors) -> tuple[Any, Any, Any]:
+    """K and V [1, kv_heads, pages * page_size, depth], and the block mask that names each sequence's pages in sight, a page a block."""
+    cell, table, size, device = tensors.cell, tensors.table, tensors.page_size, tensors.q.device
+    k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in tensors.pages)
+    pages = k.shape[2] // size
+    # By page: the sequence that it belongs to, and its place there.
+    owner = torch.full((pages,), -1, dtype=torch.int32, device=device)
+    place = torch.zeros((pages,), dtype=torch.int32, device=device)
+    sequence, index = (torch.arange(length, dtype=torch.int32, device=device) for length in table.shape)
+    flat = table.flatten().long()
+    owner[flat] = sequence.repeat_interleave(table.shape[1])
+    place[flat] = index.repeat(table.shape[0])
+    causal, window, last = tensors.causal, cell.window, cell.keys - cell.q_len
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        page = key // size
+        position = place[page] * size + key % size
+        inside = (owner[page] == batch) & (position < cell.keys)
+        if causal:
+            inside = inside & (position <= query + last)
+        return inside if window is None else inside & (position > query + last - window)
+
+    first_page = tensors.first_key // size
+    listed = table[:, first_page:]
+    rows = -(-cell.q_len // FLEX_QUERIES)
+    indices = torch.zeros((cell.batch, 1, rows, pages), dtype=torch.int32, device=device)
+    indices[..., : listed.shape[1]] = listed[:, None, None]
+    counts = torch.full((cell.batch, 1, rows), listed.shape[1], dtype=torch.int32, device=device)
+    # Listed as blocks to be masked, since the kernel shares out these by their number, but full ones by all keys of all sequences.
+    whole = (not causal or cell.q_len == 1) and cell.keys % size == 0 and tensors.first_key % size == 0
+    mask = flex.BlockMask.from_kv_blocks(
+        counts, indices, BLOCK_SIZE=(FLEX_QUERIES, size), mask_mod=None if whole else seen, seq_lengths=(cell.q_len, pages * size)
+    )
+    return k, v, mask
+
+
+def _flex_keys(flex: Any, tensors: Tensors) -> tuple[Any, Any, Any]:
+    """K and V [batch, kv_heads, keys in sight, depth], and the block mask, None where every query sees them all."""
+    cell, (k, v) = tensors.cell, tensors.kv_in_sight
+    if not tensors.causal or cell.q_len == 1:
+        return k, v, None
+    window, last = cell.window, k.shape[2] - cell.q_len
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        inside = key <= query + last
+        return inside if window is None else inside & (key > query + last - window)
+
+    return k, v, flex.create_block_mask(seen, None, None, cell.q_len, k.shape[2], device=k.device)
+
+
+def _flex(name: str, tensors: Tensors) -> Peer:
+    flex = import_module("torch.nn.attention.flex_attention")
+    cell, q, sinks = tensors.cell, tensors.q.transpose(1, 2), tensors.sinks
+    k, v, mask = (_flex_keys if cell.page_size is None else _flex_pages)(flex, tensors)
+    cap = cell.softcap or 0.0
+
+    def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        # cap * tanh(score / cap), by the exponential function, for which the GPU has an instruction
+        return cap - 2 * cap / (1 + torch.exp(score * (2 / cap)))
+
+    options: dict[str, Any] = {"score_mod": capped if cap else None, "block_mask": mask, "scale": tensors.scale, "enable_gqa": True}
+    if sinks is not None:
+        options["return_aux"] = flex.AuxRequest(lse=True)
+    torch.compiler.reset()  # what was compiled for other cells counts towards a limit
+
+    def compiled(kernel: dict[str, int]) -> Callable[[], Any]:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            result = flex.flex_attention(q, k, v, kernel_options=kernel, **options)
+            if sinks is None:
+                return result
+            # A sink is a key without a value: it takes its share of each row's sum.
+            out, more = result
+            return (out * torch.sigmoid(more.lse - sinks[:, None])[..., None]).to(q.dtype)
+
+        attend = torch.compile(attend, dynamic=False, fullgraph=True)
+        return lambda: attend(q, k, v)
+
+    ways = [(partial(compiled, kernel), ", ".join(f"{key} {value}" for key, value in kernel.items())) for kernel in _flex_options(cell)]
+    run, note = _fastest(tensors, ways)
+    return Peer(name, run, lambda out: out.transpose(1, 2), note or "its own options")
 
 
 def _fa3(name: str, tensors: Tensors) -> Peer:
@@ -284,14 +413,16 @@ def _fa3(name: str, tensors: Tensors) -> Peer:
 
 def _flashinfer(tensor_cores: bool, name: str, tensors: Tensors) -> Peer:
     flashinfer = import_module("flashinfer")
-    cell, kind = tensors.cell, tensors.q.dtype
-    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    if cell.sinks:
-        raise Refused("this wrapper has no sinks")
+    cell, kind, device = tensors.cell, tensors.q.dtype, tensors.q.device
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    if cell.sinks and not tensor_cores:
+        raise Refused("its decode kernel has no sinks")
+    if cell.sinks and cell.softcap is not None:
+        raise Refused("its kernel with sinks has no softcap")
     per_sequence = -(-cell.keys // tensors.page_size)
-    first_page = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * per_sequence
+    first_page = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * per_sequence
     page = tensors.table.flatten()
-    last_keys = torch.full((cell.batch,), cell.keys - (per_sequence - 1) * tensors.page_size, dtype=torch.int32, device="cuda")
+    last_keys = torch.full((cell.batch,), cell.keys - (per_sequence - 1) * tensors.page_size, dtype=torch.int32, device=device)
     sizes = (cell.heads, cell.kv_heads, cell.depth, tensors.page_size)
     types = {"q_data_type": kind, "kv_data_type": kind, "sm_scale": tensors.scale}
     if cell.window is not None:
@@ -299,17 +430,64 @@ def _flashinfer(tensor_cores: bool, name: str, tensors: Tensors) -> Peer:
     if cell.softcap is not None:
         types["logits_soft_cap"] = cell.softcap
     q = tensors.q.view(cell.batch * cell.q_len, cell.heads, cell.depth)
-    if cell.q_len == 1:
+    more: tuple[Any, ...] = ()
+    if cell.q_len == 1 and not cell.sinks:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
         wrapper.plan(first_page, page, last_keys, *sizes, **types)
     elif tensor_cores:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        first_query = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda") * cell.q_len
+        module: dict[str, Any] = {}
+        if tensors.sinks is not None:
+            module, more = _sink_module(kind, cell), (tensors.sinks, tensors.scale)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2", **module)
+        first_query = torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * cell.q_len
         wrapper.plan(first_query, first_page, page, last_keys, *sizes, causal=tensors.causal, **types)
     else:
         raise Refused("its decode kernel takes one query")
     pages = tensors.pages
-    return Peer(name, lambda: wrapper.run(q, pages), lambda out: out.view(tensors.q.shape))
+    return Peer(name, lambda: wrapper.run(q, pages, *more), lambda out: out.view(tensors.q.shape))
+
+
+def _sink_module(kind: Any, cell: Cell) -> dict[str, Any]:
+    """Arguments that make FlashInfer's paged wrapper that with sinks, as BatchAttentionWithAttentionSinkWrapper does.
+
+    That class names its module without the depth, so that two depths share one; the name here is that of the prebuilt modules.
+    """
+    attention = import_module("flashinfer.jit.attention")
+    source = import_module("flashinfer.jit.attention.variants").attention_sink_decl["fa2"]
+    window, types, depths = cell.window is not None, (kind, kind, kind, torch.int32), (cell.depth, cell.depth)
+    uri = attention.get_batch_prefill_attention_sink_uri("fa2", *types, *depths, 0, window)
+    arguments = [uri, *types, *depths, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", source]
+    return {"jit_args": arguments, "jit_kwargs": {"use_sliding_window": window}}
+
+
+def _draft_mask(cell: Cell, causal: bool) -> np.ndarray:
+    """[batch, q_len, 2] uint16: a bit for each of the last q_len keys that a query sees, the lowest first, 32 to a query."""
+    rows = np.array([(1 << (query + 1 if causal else cell.q_len)) - 1 for query in range(cell.q_len)], np.uint32)
+    return np.tile(rows.view(np.uint16).reshape(1, cell.q_len, 2), (cell.batch, 1, 1))
+
+
+def _flashinfer_xqa(name: str, tensors: Tensors) -> Peer:
+    attend = import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    cell, device = tensors.cell, tensors.q.device
+    if cell.softcap is not None:
+        raise Refused("it has no softcap")
+    if cell.q_len > 1 and cell.window is not None:
+        raise Refused("its window is the last query's for all queries")
+    if cell.q_len > MAX_DRAFT:
+        raise Refused(f"more than {MAX_DRAFT} queries")
+    # Counters lie in it, and each launch leaves them at zero.
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    lengths = torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=device).view(torch.uint32)
+    options = {
+        "bmm1_scale": tensors.scale,
+        "window_left": -1 if cell.window is None else cell.window - 1,
+        "sinks": tensors.sinks,
+        "q_len_per_req": cell.q_len,
+        "mask": None if cell.q_len == 1 else torch.from_numpy(_draft_mask(cell, tensors.causal)).to(device),
+    }
+    q, pages, table = tensors.q.view(cell.batch * cell.q_len, cell.heads, cell.depth), tensors.pages, tensors.table
+    most = table.shape[1] * tensors.page_size
+    return Peer(name, lambda: attend(q, pages, workspace, table, lengths, most, **options), lambda out: out.view(tensors.q.shape))
 
 
 # --- split-KV in Triton --------------------------------------------------------------------------------------------------------
@@ -518,32 +696,26 @@ def _triton_split(name: str, tensors: Tensors, variants: Sequence[Variant] = VAR
     cell = tensors.cell
     if cell.q_len * cell.group > MAX_TRITON_ROWS:
         raise Refused(f"more than {MAX_TRITON_ROWS} query rows a KV head")
-    best: tuple[float, Callable[[], Any], str] | None = None
-    failure = ""
-    for variant in variants:
-        for partitions in partition_counts(cell, tensors.sms):
-            try:
-                run = _triton_runner(tensors, variant, partitions)
-                run()
-                torch.cuda.synchronize()
-                seconds = tensors.time(run)
-            except Exception as error:  # too much shared memory, a compiler failure: the variant is out
-                torch.cuda.synchronize()
-                failure = _reason(error)
-                break
-            if best is None or seconds < best[0]:
-                best = (seconds, run, f"{variant.tile_keys} keys, {variant.warps} warps, {variant.stages} stages, {partitions} partitions")
-    if best is None:
-        raise Refused(failure)
-    return Peer(name, best[1], tensors.unpack, best[2])
+    runs = (
+        (
+            partial(_triton_runner, tensors, variant, count),
+            f"{variant.tile_keys} keys, {variant.warps} warps, {variant.stages} stages, {count} partitions",
+        )
+        for variant in variants
+        for count in partition_counts(cell, tensors.sms)
+    )
+    run, note = _fastest(tensors, runs)
+    return Peer(name, run, tensors.unpack, note)
 
 
 _PREPARE: dict[str, Callable[[str, Tensors], Peer]] = {
     "sdpa-cudnn": partial(_sdpa, "CUDNN_ATTENTION"),
     "sdpa-flash": partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa-efficient": partial(_sdpa, "EFFICIENT_ATTENTION"),
+    "flex": _flex,
     "fa3": _fa3,
     "flashinfer-tc": partial(_flashinfer, True),
     "flashinfer-cc": partial(_flashinfer, False),
+    "flashinfer-xqa": _flashinfer_xqa,
     "triton-split": _triton_split,
 }

@@ -267,6 +267,18 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     return ["cell", *names], rows
 
 
+def peer_notes(report: Report) -> list[str]:
+    """A line for each peer and reason why it has no time, or a wrong output, with the first cell of that and how many more there are."""
+    cells: dict[str, list[str]] = {}
+    for entry in report.cells:
+        for result in entry.results:
+            if result.is_peer and result.refused is not None:
+                cells.setdefault(f"{result.implementation} refuses: {result.refused}", []).append(str(entry.cell))
+            elif result.is_peer and not result.right:
+                cells.setdefault(f"{result.implementation} is wrong by {result.error:.1e}", []).append(str(entry.cell))
+    return [f"{text} ({at[0]}{f' and {len(at) - 1} more' if len(at) > 1 else ''})" for text, at in cells.items()]
+
+
 def _peer_cell(result: Result | None) -> str:
     if result is None or result.refused is not None:
         return "-"
@@ -292,6 +304,8 @@ def print_report(report: Report, console: Console) -> None:
     columns, rows = peer_rows(report)
     if len(columns) > 1:
         console.print(_table("Peers, us, L2 zero-filled", columns, rows), soft_wrap=True)
+    for line in peer_notes(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for name, reason in report.missing.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
