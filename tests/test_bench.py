@@ -512,6 +512,7 @@ def test_of_several_ways_the_fastest_that_works_is_measured(on_the_cpu):
     tensors.time = lambda run: times[run()]
     run, note = peers._fastest(tensors, map(way, ["large", "slow", "fast", "larger", "middling"]))
     assert (run(), note) == ("fast", "note of fast")
+    assert peers._fastest(tensors, map(way, ["large", "slow", "middling", "fast"]), enough=2)[1] == "note of middling"
     with pytest.raises(peers.Refused, match="MemoryError: larger is too large"):
         peers._fastest(tensors, map(way, ["large", "larger"]))
 
