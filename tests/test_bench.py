@@ -360,7 +360,7 @@ SMALL = Cell(depth=64, keys=200, batch=2, heads=8, kv_heads=2)
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("flex", {}),
+        ("flex", {"softcap": 3.0}),
         ("flex", {"causal": True, "q_len": 4, "softcap": 3.0}),
         ("flex", {"causal": True, "window": 30, "sinks": True}),
         ("flex", {"causal": True, "window": 70, "q_len": 4}),
@@ -479,7 +479,8 @@ def test_xqa_is_told_which_drafts_a_query_sees(causal, rows, on_the_cpu, monkeyp
         ("flashinfer-xqa", {"softcap": 2.0}, "it has no softcap"),
         ("flashinfer-xqa", {"q_len": 4, "causal": True, "window": 8}, "its window is the last query's for all queries"),
         ("flashinfer-xqa", {"q_len": 33}, "more than 32 queries"),
-        ("flex", {}, "RuntimeError: out of it"),
+        ("flex", {"window": 8, "causal": True}, "RuntimeError: out of it"),
+        ("flex", {"causal": True}, "there is no feature to compile for: see SDPA"),
     ],
 )
 def test_a_peer_that_refuses_says_why_in_one_line(name, change, reason, on_the_cpu, monkeypatch):

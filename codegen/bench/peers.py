@@ -366,6 +366,9 @@ def _flex_keys(flex: Any, tensors: Tensors) -> tuple[Any, Any, Any]:
 def _flex(name: str, tensors: Tensors) -> Peer:
     flex = import_module("torch.nn.attention.flex_attention")
     cell, q, sinks = tensors.cell, tensors.q.transpose(1, 2), tensors.sinks
+    if not (cell.page_size or cell.window or cell.softcap or cell.sinks or (tensors.causal and cell.q_len > 1)):
+        # Compiled for seconds, for each cell anew.
+        raise Refused("there is no feature to compile for: see SDPA")
     k, v, mask = (_flex_keys if cell.page_size is None else _flex_pages)(flex, tensors)
     cap = cell.softcap or 0.0
 
@@ -391,7 +394,6 @@ def _flex(name: str, tensors: Tensors) -> Peer:
         return lambda: attend(q, k, v)
 
     ways = [(partial(compiled, kernel), ", ".join(f"{key} {value}" for key, value in kernel.items())) for kernel in _flex_options(cell)]
-    # Each takes seconds to compile, for every cell anew.
     run, note = _fastest(tensors, ways, enough=1)
     return Peer(name, run, lambda out: out.transpose(1, 2), note or "its own options")
 
