@@ -47,6 +47,8 @@ MAX_CLUSTER = 4  # more would merge in fewer steps, but leave more SMs of a GPC 
 KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, the scores of a whole key tile do not fit beside O
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
 TWO_BATCHES_O_ELEMENTS = 8_192  # of O, 64 registers a thread: they leave room for a second batch of K or V
+HELD_TILES = 4  # a batch of 128 gives a CTA four items of four KV heads
+HELD_BYTES = 32_768
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 # A ring of 96 KiB already keeps the memory busy where nothing is computed; where 32 rows are, 128 KiB do and 96 KiB are 2% slower.
 FULL_RING_BYTES = 131_072
@@ -82,6 +84,7 @@ class Sm90Geometry(Geometry):
     lane_rows_log2: log2(lane_rows), steps in which the row reduction halves what a lane holds
     stmatrix_matrices, stmatrix_count: 8 x 8 matrices of one store, and stores that write a fragment
     q_bytes, q_buffers, q_chunks, q_chunk_bytes: the Q tile, copies of it in shared memory, its 64-column chunks
+    held_tiles: O tiles that may wait in Q's buffers until the CTA's last item; 1: none does
     p_tile_bytes, p_buffers: a P tile [tile_rows, 64 keys], two for each warpgroup
     out_chunk_cols, out_chunks: columns of O in 128 bytes, chunks of the tile
     out_region: where the O tile is staged: over "q" when it has Q's size, else over the "merge_o" of two warpgroups, else in "out"
@@ -116,6 +119,7 @@ class Sm90Geometry(Geometry):
     stmatrix_count: int
     q_bytes: int
     q_buffers: int
+    held_tiles: int
     q_chunks: int
     q_chunk_bytes: int
     p_tile_bytes: int
@@ -274,6 +278,10 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     limits = (FULL_RING_BYTES, LEAST_RING_BYTES)
     max_cluster = next((cluster for least in limits for cluster in clusters if most_slots(2, cluster) * slot_bytes >= least), 1)
     q_buffers = 2 if max_cluster > 1 or most_slots(2, 1) * slot_bytes >= SECOND_Q_RING_BYTES else 1
+    # O waits in Q's buffers: see store_held in the template. The ring gives up to 24 KiB for it, which it has beyond what the memory needs.
+    held_tiles = 1
+    if out_region == "q" and warpgroups == 1 and not config.ragged_queries and HELD_TILES * q_bytes <= HELD_BYTES:
+        q_buffers = held_tiles = HELD_TILES
     most = most_slots(q_buffers, max_cluster)
     # Slots of a tile are released one behind: the next one's MMAs are issued first. A tile of one slot has none to wait for.
     tile_slots = depth // slot_depth
@@ -335,6 +343,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         stmatrix_count=lane_rows // stmatrix_matrices,
         q_bytes=q_bytes,
         q_buffers=q_buffers,
+        held_tiles=held_tiles,
         q_chunks=depth * OPERAND_BYTES // SWIZZLE_BYTES,
         q_chunk_bytes=q_chunk_bytes,
         p_tile_bytes=q_chunk_bytes,
@@ -460,6 +469,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         stmatrix_count=0,
         q_bytes=q_bytes,
         q_buffers=q_buffers,
+        held_tiles=1,
         q_chunks=slot_chunks,
         q_chunk_bytes=q_chunk_bytes,
         p_tile_bytes=0,
