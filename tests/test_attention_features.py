@@ -117,12 +117,13 @@ class FeatureProblem:
         causal = c.mask == "causal"
         out, lse = reference.attention(self.q, self.k, self.v, scale=scale, causal=causal, window=c.window, softcap=c.softcap, **known)
         ours = self.out.astype(np.float64)
-        assert np.linalg.norm(ours - out) <= OUT_BOUND[c.dtype] * np.linalg.norm(out)
+        # Pages whose V has scale 0 count as 2^-64 of it: all that a row sees may lie in them.
+        least = 2.0**-56 if c.kv_scale == "page" else 0.0
+        assert np.linalg.norm(ours - out) <= OUT_BOUND[c.dtype] * np.linalg.norm(out) + least * ours.size**0.5
         seen = np.isfinite(lse)
         assert (self.lse[~seen] == -np.inf).all()
         assert (np.abs(self.lse[seen] - lse[seen]) <= 2e-4 + 2.0**-20 * np.abs(lse[seen])).all()
-        # Pages whose V has scale 0 count as 2^-64 of it.
-        assert (np.abs(ours[(out == 0).all(axis=-1)]) <= (2.0**-56 if c.kv_scale == "page" else 0.0)).all()
+        assert (np.abs(ours[(out == 0).all(axis=-1)]) <= least).all()
 
 
 # config fields, (queries, lengths, group, kv_heads), launch options

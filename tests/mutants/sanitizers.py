@@ -119,7 +119,7 @@ def handover(entry: str) -> Any:
     return Trial(Launch(entry, (2, 1, 1), (128, 1, 1), 0, (out,), 2), lambda: bool((out == expected).all()))
 
 
-HANDOVERS = ("handover_mbarrier", "handover_barrier", "handover_racy", "handover_own")
+HANDOVERS = ("handover_mbarrier", "handover_barrier", "handover_racy", "handover_own", "handover_partial", "handover_async")
 
 
 def one(folder: Path, subject: int, trial: int, ptx: str, limit: float) -> None:
