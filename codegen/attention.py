@@ -379,7 +379,7 @@ def attention_launch(
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
         key_map(k, geo.box_chunks, geo.box_keys),
-        key_map(v, geo.box_chunks, geo.box_keys),
+        key_map(v, geo.v_box_chunks, geo.box_keys),
         query_map(
             out,
             kv_heads,

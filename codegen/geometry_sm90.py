@@ -75,6 +75,7 @@ class Sm90Geometry(Geometry):
     slots_per_ring: ring_slots / warpgroups
     slot_chunks: chunks of 64 depth columns in a slot; tile_slots: slots of one K tile, and of one V tile
     box_chunks, box_keys: of one copy of K or V: a whole slot, or, where pages are smaller than a key tile, a page's rows of one chunk
+    v_box_chunks: of one copy of V: all chunks of a slot also where pages are smaller, if the 16 keys of an MMA are of one page
     k_steps: wgmma along 64 keys or 64 depth columns (64 / 16)
     k_step_units, v_step_units, chunk_units, q_chunk_units: steps of a matrix descriptor, in its units of 16 bytes: 16 elements along a
         K-major row, 16 keys down an MN-major chunk, a chunk of a slot, a chunk of Q
@@ -104,6 +105,7 @@ class Sm90Geometry(Geometry):
     slot_chunks: int
     box_chunks: int
     box_keys: int
+    v_box_chunks: int
     tile_slots: int
     k_steps: int
     k_step_units: int
@@ -328,6 +330,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         slot_chunks=slot_chunks,
         box_chunks=1 if small_pages else slot_chunks,
         box_keys=box_keys,
+        v_box_chunks=slot_chunks if not small_pages or (box_keys >= MMA_K and not fp8) else 1,
         tile_slots=tile_slots,
         k_steps=MMA_M // MMA_K,
         k_step_units=MMA_K * OPERAND_BYTES // DESCRIPTOR_UNIT_BYTES,
@@ -454,6 +457,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         slot_chunks=slot_chunks,
         box_chunks=slot_chunks if box_keys == MMA_M else 1,
         box_keys=box_keys,
+        v_box_chunks=slot_chunks if box_keys == MMA_M else 1,
         tile_slots=1,
         k_steps=MMA_M // MMA_K,
         k_step_units=0,

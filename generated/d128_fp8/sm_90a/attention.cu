@@ -442,6 +442,13 @@ __device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsi
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+// Loads a word of global memory here and now: the compiler neither moves it behind a branch nor drops it. PTX ISA "ld".
+__device__ __forceinline__ int ptx_ld_global(const int* address) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+    return value;
+}
+
 // Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
 // when they land. PTX ISA "cp.async.bulk".
 __device__ __forceinline__ void ptx_bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
@@ -745,7 +752,6 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (!has_work(p, item)) continue;
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
         // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
         // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
@@ -755,9 +761,16 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
         };
         unsigned batch = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS / TABLE_BATCH;
         int entries[PAGE_LOOKUPS], ahead[PAGE_LOOKUPS];
+        // The first entries do not wait for the sequence's length, which is on its way as well.
 #pragma unroll
         for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
-            entries[lookup] = entry_of(batch, lookup);
+            const unsigned entry = batch * TABLE_BATCH + lookup * 32 + lane;
+            entries[lookup] = entry < p.table_pages ? ptx_ld_global(table + entry) : -1;
+        }
+        if (!has_work(p, item)) continue;
+#pragma unroll
+        for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+            if ((batch * TABLE_BATCH + lookup * 32 + lane) * PAGE_KEYS >= item.keys) entries[lookup] = -1;
             ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
         }
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {

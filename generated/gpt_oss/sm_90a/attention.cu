@@ -17,49 +17,49 @@
 //
 // Shared memory of 8 rows, bytes:
 //           0  212992  ring
-//      212992    2048  q
-//      215040    2048  p
+//      212992    4096  q
+//      217088    2048  p
+//      219136    2048  exchange
+//      221184    8192  weights
+//      229376      16  last
+//      229392     208  mbar_full
+//      229600     208  mbar_empty
+//      229808      32  mbar_q_full
+//      229840      32  mbar_q_empty
+//      229872       8  mbar_verdict
+//      229880       8  mbar_ready
+//      229888       8  mbar_read
+//      229896 in all
+// Shared memory of 16 rows, bytes:
+//           0  204800  ring
+//      204800    8192  q
+//      212992    4096  p
 //      217088    2048  exchange
 //      219136    8192  weights
 //      227328      16  last
-//      227344     208  mbar_full
-//      227552     208  mbar_empty
-//      227760      16  mbar_q_full
-//      227776      16  mbar_q_empty
-//      227792       8  mbar_verdict
-//      227800       8  mbar_ready
-//      227808       8  mbar_read
-//      227816 in all
-// Shared memory of 16 rows, bytes:
-//           0  212992  ring
-//      212992    4096  q
-//      217088    4096  p
-//      221184    2048  exchange
-//      223232    8192  weights
-//      231424      16  last
-//      231440     208  mbar_full
-//      231648     208  mbar_empty
-//      231856      16  mbar_q_full
-//      231872      16  mbar_q_empty
-//      231888       8  mbar_verdict
-//      231896       8  mbar_ready
-//      231904       8  mbar_read
-//      231912 in all
+//      227344     200  mbar_full
+//      227544     200  mbar_empty
+//      227744      32  mbar_q_full
+//      227776      32  mbar_q_empty
+//      227808       8  mbar_verdict
+//      227816       8  mbar_ready
+//      227824       8  mbar_read
+//      227832 in all
 // Shared memory of 32 rows, bytes:
-//           0  204800  ring
-//      204800    8192  q
+//           0  196608  ring
+//      196608   16384  q
 //      212992    8192  p
 //      221184    2048  exchange
 //      223232    8192  weights
 //      231424      16  last
-//      231440     200  mbar_full
-//      231640     200  mbar_empty
-//      231840      16  mbar_q_full
-//      231856      16  mbar_q_empty
-//      231872       8  mbar_verdict
-//      231880       8  mbar_ready
-//      231888       8  mbar_read
-//      231896 in all
+//      231440     192  mbar_full
+//      231632     192  mbar_empty
+//      231824      32  mbar_q_full
+//      231856      32  mbar_q_empty
+//      231888       8  mbar_verdict
+//      231896       8  mbar_ready
+//      231904       8  mbar_read
+//      231912 in all
 //
 // Barriers: 0 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2 P or O of a
 // warpgroup is in shared memory.
@@ -100,6 +100,7 @@ static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, 
 // WEIGHTS        [64 partitions][32 lanes] float
 // LANDING        [CTAs of the cluster - 1][blocks of a slice][quad of registers][128 threads][4] float: what they send, from the second Q
 //                buffer on, which a launch in clusters does without
+// HELD_TILES     O tiles that may wait in Q's buffers for the end of the CTA; 1: none does
 // LAST           whether this CTA merges the partitions, for the consumers and each producer
 // FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]; READY, READ: 1 each
 struct Tile8 {
@@ -115,23 +116,24 @@ struct Tile8 {
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 1024;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 512;
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 2048;
     static constexpr unsigned RING_OFFSET = 0;
     static constexpr unsigned Q_OFFSET = 212992;
-    static constexpr unsigned P_OFFSET = 215040;
-    static constexpr unsigned EXCHANGE_OFFSET = 217088;
-    static constexpr unsigned WEIGHTS_OFFSET = 219136;
-    static constexpr unsigned LAST_OFFSET = 227328;
-    static constexpr unsigned FULL_OFFSET = 227344;
-    static constexpr unsigned EMPTY_OFFSET = 227552;
-    static constexpr unsigned Q_FULL_OFFSET = 227760;
-    static constexpr unsigned Q_EMPTY_OFFSET = 227776;
-    static constexpr unsigned VERDICT_OFFSET = 227792;
-    static constexpr unsigned READY_OFFSET = 227800;
-    static constexpr unsigned READ_OFFSET = 227808;
+    static constexpr unsigned P_OFFSET = 217088;
+    static constexpr unsigned EXCHANGE_OFFSET = 219136;
+    static constexpr unsigned WEIGHTS_OFFSET = 221184;
+    static constexpr unsigned LAST_OFFSET = 229376;
+    static constexpr unsigned FULL_OFFSET = 229392;
+    static constexpr unsigned EMPTY_OFFSET = 229600;
+    static constexpr unsigned Q_FULL_OFFSET = 229808;
+    static constexpr unsigned Q_EMPTY_OFFSET = 229840;
+    static constexpr unsigned VERDICT_OFFSET = 229872;
+    static constexpr unsigned READY_OFFSET = 229880;
+    static constexpr unsigned READ_OFFSET = 229888;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -140,29 +142,30 @@ struct Tile16 {
     static constexpr unsigned LANE_ROWS_LOG2 = 2;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 26;
+    static constexpr unsigned RING_SLOTS = 25;
     static constexpr unsigned MAX_CLUSTER = 1;
-    static constexpr unsigned SLOTS_PER_RING = 26;
+    static constexpr unsigned SLOTS_PER_RING = 25;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 2048;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 1024;
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 4096;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 212992;
-    static constexpr unsigned P_OFFSET = 217088;
-    static constexpr unsigned EXCHANGE_OFFSET = 221184;
-    static constexpr unsigned WEIGHTS_OFFSET = 223232;
-    static constexpr unsigned LAST_OFFSET = 231424;
-    static constexpr unsigned FULL_OFFSET = 231440;
-    static constexpr unsigned EMPTY_OFFSET = 231648;
-    static constexpr unsigned Q_FULL_OFFSET = 231856;
-    static constexpr unsigned Q_EMPTY_OFFSET = 231872;
-    static constexpr unsigned VERDICT_OFFSET = 231888;
-    static constexpr unsigned READY_OFFSET = 231896;
-    static constexpr unsigned READ_OFFSET = 231904;
+    static constexpr unsigned Q_OFFSET = 204800;
+    static constexpr unsigned P_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 217088;
+    static constexpr unsigned WEIGHTS_OFFSET = 219136;
+    static constexpr unsigned LAST_OFFSET = 227328;
+    static constexpr unsigned FULL_OFFSET = 227344;
+    static constexpr unsigned EMPTY_OFFSET = 227544;
+    static constexpr unsigned Q_FULL_OFFSET = 227744;
+    static constexpr unsigned Q_EMPTY_OFFSET = 227776;
+    static constexpr unsigned VERDICT_OFFSET = 227808;
+    static constexpr unsigned READY_OFFSET = 227816;
+    static constexpr unsigned READ_OFFSET = 227824;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -171,29 +174,30 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 25;
+    static constexpr unsigned RING_SLOTS = 24;
     static constexpr unsigned MAX_CLUSTER = 1;
-    static constexpr unsigned SLOTS_PER_RING = 25;
+    static constexpr unsigned SLOTS_PER_RING = 24;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 4096;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 2048;
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 204800;
+    static constexpr unsigned Q_OFFSET = 196608;
     static constexpr unsigned P_OFFSET = 212992;
     static constexpr unsigned EXCHANGE_OFFSET = 221184;
     static constexpr unsigned WEIGHTS_OFFSET = 223232;
     static constexpr unsigned LAST_OFFSET = 231424;
     static constexpr unsigned FULL_OFFSET = 231440;
-    static constexpr unsigned EMPTY_OFFSET = 231640;
-    static constexpr unsigned Q_FULL_OFFSET = 231840;
+    static constexpr unsigned EMPTY_OFFSET = 231632;
+    static constexpr unsigned Q_FULL_OFFSET = 231824;
     static constexpr unsigned Q_EMPTY_OFFSET = 231856;
-    static constexpr unsigned VERDICT_OFFSET = 231872;
-    static constexpr unsigned READY_OFFSET = 231880;
-    static constexpr unsigned READ_OFFSET = 231888;
+    static constexpr unsigned VERDICT_OFFSET = 231888;
+    static constexpr unsigned READY_OFFSET = 231896;
+    static constexpr unsigned READ_OFFSET = 231904;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
@@ -1459,11 +1463,12 @@ __device__ __forceinline__ float join_sink(float& log2_lse, float sink) {
 }
 
 // Row sums, normalisation, the merge of the partitions, O and LSE of an item.
+// held: O stays in shared memory, for store_held.
 // O is staged where Q was: all of this item's Q . K have been waited for.
 template <class Tile>
 __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
-                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e, const float* sinks) {
+                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e, const float* sinks, bool held) {
     // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
     const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
     float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
@@ -1532,8 +1537,8 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
             store_fragment<Tile, pack_out>(o[block], out_tile + (first_block + block) * Tile::Q_CHUNK_BYTES, at.warp, at.lane);
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
-    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
-    if (ptx_elect_sync()) {
+    if (!held) ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+    if (!held && ptx_elect_sync()) {
         // A thread of each warp, since a copy takes a thread longer to start than to stage.
 #pragma unroll 1
         for (unsigned chunk = first_block * CHUNKS_PER_BLOCK + at.warp; chunk < (first_block + blocks) * CHUNKS_PER_BLOCK; chunk += 4)
@@ -1555,9 +1560,36 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
         lse[q_head * p.q_len + position] = log2_lse * LN2;
     }
     // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
-    if (ptx_elect_sync()) ptx_bulk_wait_group_read();
+    if (!held && ptx_elect_sync()) ptx_bulk_wait_group_read();
     __syncwarp();
     if (in_cluster) take_back<Tile>(at, cluster_parity ^ 1);
+}
+
+// Stores the O tiles that wait in Q's buffers, those of the item at `index` and of the `held - 1` before it. A CTA's first tiles wait for its
+// last: written between the others' reads they would leave the L2 cache, and every turn of the memory from reading to writing costs.
+// last_slot: the buffer of the item at `index`. Signals: `q_empty` of each buffer.
+template <class Tile>
+__device__ __forceinline__ void store_held(const Problem& p, const Place& at, const fa4_tensor_map* out_map, unsigned held, unsigned index,
+                                           unsigned last_slot) {
+    // Orders the warpgroup's part of the O tiles before the copies that read them.
+    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+    // A lane an item, so that the places of all are worked out at once; a thread of each warp, as in finish.
+    if (at.lane < held) {
+        const unsigned before = held - 1 - at.lane;
+        const Item item = item_at(p, index - before * gridDim.x);
+        const unsigned slot = (last_slot + Tile::Q_BUFFERS - before) % Tile::Q_BUFFERS;
+        const Share share = share_of(item, at.warpgroup);
+#pragma unroll 1
+        for (unsigned chunk = at.warp; chunk < O_BLOCKS * CHUNKS_PER_BLOCK; chunk += 4)
+            // Rows of the box outside the tensor are dropped.
+            if (share.has(chunk / CHUNKS_PER_BLOCK))
+                ptx_tma_store_5d(out_map, at.smem + Tile::Q_OFFSET + slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head,
+                                 item.position, item.kv_head, item.batch);
+        ptx_bulk_commit_group();
+        ptx_bulk_wait_group_read();
+        ptx_mbarrier_arrive(at.smem + Tile::Q_EMPTY_OFFSET + slot * MBARRIER_BYTES);
+    }
+    __syncwarp();
 }
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
@@ -1590,6 +1622,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
     unsigned cluster_parity = 0;
+    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1;
+    unsigned held = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
@@ -1617,8 +1651,17 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
             softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup || (int)tile < item.all_from / (int)BLOCK_KEYS + (int)WARPGROUPS, scale_log2e);
             accumulate<Tile>(o, at, ring, p_tile, (int)(item.keys - tile * BLOCK_KEYS));
         }
-        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e, sinks);
-        if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e, sinks, holds);
+        if (holds) {
+            // The buffer that is left has the next Q; those after it need the others.
+            const bool needed = ++held == Tile::HELD_TILES - 1 && index + 2 * gridDim.x < p.items;
+            if (needed || index + gridDim.x >= p.items) {
+                store_held<Tile>(p, at, out_map, held, index, q.slot);
+                held = 0;
+            }
+        } else if (lane == 0) {
+            ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        }
         q.advance(q_buffers_of<Tile>(p));
     }
 }

@@ -16,50 +16,50 @@
 // Roles: 1 consumer warpgroup (attend), then a warp that fills its ring of K and V (load_keys_values) and a warp for Q (load_queries).
 //
 // Shared memory of 8 rows, bytes:
-//           0  212992  ring
-//      212992    4096  q
-//      217088    2048  p
-//      219136    2048  exchange
-//      221184    8192  weights
-//      229376      16  last
-//      229392     104  mbar_full
-//      229496     104  mbar_empty
-//      229600      16  mbar_q_full
-//      229616      16  mbar_q_empty
-//      229632       8  mbar_verdict
-//      229640       8  mbar_ready
-//      229648       8  mbar_read
-//      229656 in all
-// Shared memory of 16 rows, bytes:
 //           0  196608  ring
 //      196608    8192  q
-//      204800    4096  p
-//      208896    2048  exchange
-//      210944    8192  weights
-//      219136      16  last
-//      219152      96  mbar_full
-//      219248      96  mbar_empty
-//      219344      16  mbar_q_full
-//      219360      16  mbar_q_empty
-//      219376       8  mbar_verdict
-//      219384       8  mbar_ready
-//      219392       8  mbar_read
-//      219400 in all
-// Shared memory of 32 rows, bytes:
+//      204800    2048  p
+//      206848    2048  exchange
+//      208896    8192  weights
+//      217088      16  last
+//      217104      96  mbar_full
+//      217200      96  mbar_empty
+//      217296      32  mbar_q_full
+//      217328      32  mbar_q_empty
+//      217360       8  mbar_verdict
+//      217368       8  mbar_ready
+//      217376       8  mbar_read
+//      217384 in all
+// Shared memory of 16 rows, bytes:
 //           0  196608  ring
 //      196608   16384  q
+//      212992    4096  p
+//      217088    2048  exchange
+//      219136    8192  weights
+//      227328      16  last
+//      227344      96  mbar_full
+//      227440      96  mbar_empty
+//      227536      32  mbar_q_full
+//      227568      32  mbar_q_empty
+//      227600       8  mbar_verdict
+//      227608       8  mbar_ready
+//      227616       8  mbar_read
+//      227624 in all
+// Shared memory of 32 rows, bytes:
+//           0  180224  ring
+//      180224   32768  q
 //      212992    8192  p
 //      221184    2048  exchange
 //      223232    8192  weights
 //      231424      16  last
-//      231440      96  mbar_full
-//      231536      96  mbar_empty
-//      231632      16  mbar_q_full
-//      231648      16  mbar_q_empty
-//      231664       8  mbar_verdict
-//      231672       8  mbar_ready
-//      231680       8  mbar_read
-//      231688 in all
+//      231440      88  mbar_full
+//      231528      88  mbar_empty
+//      231616      32  mbar_q_full
+//      231648      32  mbar_q_empty
+//      231680       8  mbar_verdict
+//      231688       8  mbar_ready
+//      231696       8  mbar_read
+//      231704 in all
 //
 // Barriers: 0 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2 P or O of a
 // warpgroup is in shared memory.
@@ -101,6 +101,7 @@ static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, 
 // WEIGHTS        [64 partitions][32 lanes] float
 // LANDING        [CTAs of the cluster - 1][blocks of a slice][quad of registers][128 threads][4] float: what they send, from the second Q
 //                buffer on, which a launch in clusters does without
+// HELD_TILES     O tiles that may wait in Q's buffers for the end of the CTA; 1: none does
 // LAST           whether this CTA merges the partitions, for the consumers and each producer
 // FULL, EMPTY    [RING_SLOTS] mbarriers; Q_FULL, Q_EMPTY: [Q_BUFFERS]; VERDICT: [WARPGROUPS]; READY, READ: 1 each
 struct Tile8 {
@@ -110,30 +111,31 @@ struct Tile8 {
     static constexpr unsigned LANE_ROWS_LOG2 = 1;
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 13;
+    static constexpr unsigned RING_SLOTS = 12;
     static constexpr unsigned MAX_CLUSTER = 2;
-    static constexpr unsigned SLOTS_PER_RING = 13;
+    static constexpr unsigned SLOTS_PER_RING = 12;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 2048;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 512;
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 4096;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 212992;
-    static constexpr unsigned P_OFFSET = 217088;
-    static constexpr unsigned EXCHANGE_OFFSET = 219136;
-    static constexpr unsigned WEIGHTS_OFFSET = 221184;
-    static constexpr unsigned LAST_OFFSET = 229376;
-    static constexpr unsigned FULL_OFFSET = 229392;
-    static constexpr unsigned EMPTY_OFFSET = 229496;
-    static constexpr unsigned Q_FULL_OFFSET = 229600;
-    static constexpr unsigned Q_EMPTY_OFFSET = 229616;
-    static constexpr unsigned VERDICT_OFFSET = 229632;
-    static constexpr unsigned LANDING_OFFSET = 215040;
-    static constexpr unsigned READY_OFFSET = 229640;
-    static constexpr unsigned READ_OFFSET = 229648;
+    static constexpr unsigned Q_OFFSET = 196608;
+    static constexpr unsigned P_OFFSET = 204800;
+    static constexpr unsigned EXCHANGE_OFFSET = 206848;
+    static constexpr unsigned WEIGHTS_OFFSET = 208896;
+    static constexpr unsigned LAST_OFFSET = 217088;
+    static constexpr unsigned FULL_OFFSET = 217104;
+    static constexpr unsigned EMPTY_OFFSET = 217200;
+    static constexpr unsigned Q_FULL_OFFSET = 217296;
+    static constexpr unsigned Q_EMPTY_OFFSET = 217328;
+    static constexpr unsigned VERDICT_OFFSET = 217360;
+    static constexpr unsigned LANDING_OFFSET = 198656;
+    static constexpr unsigned READY_OFFSET = 217368;
+    static constexpr unsigned READ_OFFSET = 217376;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -148,24 +150,25 @@ struct Tile16 {
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 4096;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 1024;
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned RING_OFFSET = 0;
     static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 204800;
-    static constexpr unsigned EXCHANGE_OFFSET = 208896;
-    static constexpr unsigned WEIGHTS_OFFSET = 210944;
-    static constexpr unsigned LAST_OFFSET = 219136;
-    static constexpr unsigned FULL_OFFSET = 219152;
-    static constexpr unsigned EMPTY_OFFSET = 219248;
-    static constexpr unsigned Q_FULL_OFFSET = 219344;
-    static constexpr unsigned Q_EMPTY_OFFSET = 219360;
-    static constexpr unsigned VERDICT_OFFSET = 219376;
+    static constexpr unsigned P_OFFSET = 212992;
+    static constexpr unsigned EXCHANGE_OFFSET = 217088;
+    static constexpr unsigned WEIGHTS_OFFSET = 219136;
+    static constexpr unsigned LAST_OFFSET = 227328;
+    static constexpr unsigned FULL_OFFSET = 227344;
+    static constexpr unsigned EMPTY_OFFSET = 227440;
+    static constexpr unsigned Q_FULL_OFFSET = 227536;
+    static constexpr unsigned Q_EMPTY_OFFSET = 227568;
+    static constexpr unsigned VERDICT_OFFSET = 227600;
     static constexpr unsigned LANDING_OFFSET = 200704;
-    static constexpr unsigned READY_OFFSET = 219384;
-    static constexpr unsigned READ_OFFSET = 219392;
+    static constexpr unsigned READY_OFFSET = 227608;
+    static constexpr unsigned READ_OFFSET = 227616;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -174,30 +177,31 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned RING_SLOTS = 11;
     static constexpr unsigned MAX_CLUSTER = 2;
-    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned SLOTS_PER_RING = 11;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 8192;
-    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
     static constexpr unsigned BLOCK_FLOATS = 2048;
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 16384;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
+    static constexpr unsigned Q_OFFSET = 180224;
     static constexpr unsigned P_OFFSET = 212992;
     static constexpr unsigned EXCHANGE_OFFSET = 221184;
     static constexpr unsigned WEIGHTS_OFFSET = 223232;
     static constexpr unsigned LAST_OFFSET = 231424;
     static constexpr unsigned FULL_OFFSET = 231440;
-    static constexpr unsigned EMPTY_OFFSET = 231536;
-    static constexpr unsigned Q_FULL_OFFSET = 231632;
+    static constexpr unsigned EMPTY_OFFSET = 231528;
+    static constexpr unsigned Q_FULL_OFFSET = 231616;
     static constexpr unsigned Q_EMPTY_OFFSET = 231648;
-    static constexpr unsigned VERDICT_OFFSET = 231664;
-    static constexpr unsigned LANDING_OFFSET = 204800;
-    static constexpr unsigned READY_OFFSET = 231672;
-    static constexpr unsigned READ_OFFSET = 231680;
+    static constexpr unsigned VERDICT_OFFSET = 231680;
+    static constexpr unsigned LANDING_OFFSET = 188416;
+    static constexpr unsigned READY_OFFSET = 231688;
+    static constexpr unsigned READ_OFFSET = 231696;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
@@ -452,6 +456,13 @@ __device__ __forceinline__ unsigned long long ptx_atom_add_acq_rel(unsigned long
 // Stores to global memory as an atomic does: whole, at GPU scope, and in order with other atomics on the address. PTX ISA "st", .relaxed.
 __device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsigned long long value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Loads a word of global memory here and now: the compiler neither moves it behind a branch nor drops it. PTX ISA "ld".
+__device__ __forceinline__ int ptx_ld_global(const int* address) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+    return value;
 }
 
 // Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
@@ -810,7 +821,6 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (!has_work(p, item)) continue;
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
         // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
         // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
@@ -820,9 +830,16 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
         };
         unsigned batch = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS / TABLE_BATCH;
         int entries[PAGE_LOOKUPS], ahead[PAGE_LOOKUPS];
+        // The first entries do not wait for the sequence's length, which is on its way as well.
 #pragma unroll
         for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
-            entries[lookup] = entry_of(batch, lookup);
+            const unsigned entry = batch * TABLE_BATCH + lookup * 32 + lane;
+            entries[lookup] = entry < p.table_pages ? ptx_ld_global(table + entry) : -1;
+        }
+        if (!has_work(p, item)) continue;
+#pragma unroll
+        for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
+            if ((batch * TABLE_BATCH + lookup * 32 + lane) * PAGE_KEYS >= item.keys) entries[lookup] = -1;
             ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
         }
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
@@ -846,14 +863,20 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 // One thread, and every copy written out: a lane for each would have them issued one by one as well, by a loop.
                 if (ptx_elect_sync()) {
                     ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
+                    if (part < TILE_SLOTS) {
 #pragma unroll
-                    for (unsigned i = 0; i < PAGES; ++i)
+                        for (unsigned i = 0; i < PAGES; ++i)
 #pragma unroll
-                        for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
-                            // The swizzle goes by the shared address, so rows of a chunk may land apart.
-                            ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128),
-                                            part < TILE_SLOTS ? k_map : v_map, landed, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
-                                            pages[i]);
+                            for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
+                                // The swizzle goes by the shared address, so rows of a chunk may land apart.
+                                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128), k_map, landed, 0, 0,
+                                                part * SLOT_CHUNKS + chunk, item.kv_head, pages[i]);
+                    } else {
+#pragma unroll
+                        for (unsigned i = 0; i < PAGES; ++i)
+                            ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + i * (SLOT_CHUNKS * PAGE_KEYS * 128), v_map, landed, 0, 0,
+                                            (part - TILE_SLOTS) * SLOT_CHUNKS, item.kv_head, pages[i]);
+                    }
                 }
                 at.advance(Tile::SLOTS_PER_RING);
             }
@@ -1028,6 +1051,15 @@ __device__ __forceinline__ void scores(float (&s)[Tile::FRAGMENT], const Place& 
     if (at.lane == 0) ptx_mbarrier_arrive(previous);
 }
 
+// A slot of V is [PAGES][SLOT_CHUNKS][PAGE_KEYS rows][128 bytes], as a copy of all chunks of a page leaves it: the 16 keys of an MMA are of one
+// page. Those of K lie chunk by chunk, since an MMA takes all its 64 keys in equal steps.
+__device__ constexpr unsigned row_of_key(unsigned chunk, unsigned key) {
+    return (key / PAGE_KEYS * SLOT_CHUNKS + chunk) * PAGE_KEYS + key % PAGE_KEYS;
+}
+__device__ constexpr unsigned key_of_row(unsigned row) {
+    return row / (SLOT_CHUNKS * PAGE_KEYS) * PAGE_KEYS + row % PAGE_KEYS;
+}
+
 // O^T += V^T . P^T. Waits: `full` of each V slot (the copies of load_keys_values). Signals: `empty` of each.
 template <class Tile>
 __device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT], const Place& at, Cursor& ring, unsigned p_tile, int valid) {
@@ -1040,7 +1072,7 @@ __device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT],
             // What lies past the sequence's end may be no number: 0 of its probability would not make it 0.
             uint4* rows = reinterpret_cast<uint4*>(at.smem_bytes + (at.ring - at.smem) + ring.slot * SLOT_BYTES);
             for (unsigned unit = at.warp * 32 + at.lane; unit < SLOT_BYTES / 16; unit += 128)
-                if ((int)(unit / 8 % BLOCK_KEYS) >= valid) rows[unit] = make_uint4(0, 0, 0, 0);
+                if ((int)key_of_row(unit / 8) >= valid) rows[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
             // Orders all threads' zeros before the MMAs of each warp.
             ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
@@ -1051,7 +1083,7 @@ __device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT],
         for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
 #pragma unroll
             for (unsigned step = 0; step < K_STEPS; ++step)
-                ptx_wgmma_a_mn(o[part * SLOT_CHUNKS + chunk], descriptor(v_tile + chunk * CHUNK_UNITS + step * V_STEP_UNITS),
+                ptx_wgmma_a_mn(o[part * SLOT_CHUNKS + chunk], descriptor(v_tile + row_of_key(chunk, step * 16) * 8),
                                descriptor(p_low + step * K_STEP_UNITS), true);
         ptx_wgmma_commit_group();
         if (part > 0) {
@@ -1438,11 +1470,12 @@ __device__ __forceinline__ void take_back(const Place& at, unsigned parity) {
 }
 
 // Row sums, normalisation, the merge of the partitions, O and LSE of an item.
+// held: O stays in shared memory, for store_held.
 // O is staged where Q was: all of this item's Q . K have been waited for.
 template <class Tile>
 __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
-                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e) {
+                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e, bool held) {
     // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
     const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
     float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
@@ -1501,8 +1534,8 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
             store_fragment<Tile, pack_out>(o[block], out_tile + (first_block + block) * Tile::Q_CHUNK_BYTES, at.warp, at.lane);
     ptx_fence_proxy_async();
     // Orders the warpgroup's part of the O tile before the copies that read it.
-    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
-    if (ptx_elect_sync()) {
+    if (!held) ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+    if (!held && ptx_elect_sync()) {
         // A thread of each warp, since a copy takes a thread longer to start than to stage.
 #pragma unroll 1
         for (unsigned chunk = first_block * CHUNKS_PER_BLOCK + at.warp; chunk < (first_block + blocks) * CHUNKS_PER_BLOCK; chunk += 4)
@@ -1524,9 +1557,36 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
         lse[q_head * p.q_len + position] = log2_lse * LN2;
     }
     // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
-    if (ptx_elect_sync()) ptx_bulk_wait_group_read();
+    if (!held && ptx_elect_sync()) ptx_bulk_wait_group_read();
     __syncwarp();
     if (in_cluster) take_back<Tile>(at, cluster_parity ^ 1);
+}
+
+// Stores the O tiles that wait in Q's buffers, those of the item at `index` and of the `held - 1` before it. A CTA's first tiles wait for its
+// last: written between the others' reads they would leave the L2 cache, and every turn of the memory from reading to writing costs.
+// last_slot: the buffer of the item at `index`. Signals: `q_empty` of each buffer.
+template <class Tile>
+__device__ __forceinline__ void store_held(const Problem& p, const Place& at, const fa4_tensor_map* out_map, unsigned held, unsigned index,
+                                           unsigned last_slot) {
+    // Orders the warpgroup's part of the O tiles before the copies that read them.
+    ptx_bar_sync(TILE_BARRIER + at.warpgroup, 128);
+    // A lane an item, so that the places of all are worked out at once; a thread of each warp, as in finish.
+    if (at.lane < held) {
+        const unsigned before = held - 1 - at.lane;
+        const Item item = item_at(p, index - before * gridDim.x);
+        const unsigned slot = (last_slot + Tile::Q_BUFFERS - before) % Tile::Q_BUFFERS;
+        const Share share = share_of(item, at.warpgroup);
+#pragma unroll 1
+        for (unsigned chunk = at.warp; chunk < O_BLOCKS * CHUNKS_PER_BLOCK; chunk += 4)
+            // Rows of the box outside the tensor are dropped.
+            if (share.has(chunk / CHUNKS_PER_BLOCK))
+                ptx_tma_store_5d(out_map, at.smem + Tile::Q_OFFSET + slot * Tile::Q_BYTES + chunk * Tile::Q_CHUNK_BYTES, chunk * OUT_CHUNK_COLS, item.head,
+                                 item.position, item.kv_head, item.batch);
+        ptx_bulk_commit_group();
+        ptx_bulk_wait_group_read();
+        ptx_mbarrier_arrive(at.smem + Tile::Q_EMPTY_OFFSET + slot * MBARRIER_BYTES);
+    }
+    __syncwarp();
 }
 
 // Attends: for every item the key tiles of this warpgroup, then O and LSE.
@@ -1559,6 +1619,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
     unsigned cluster_parity = 0;
+    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1;
+    unsigned held = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
@@ -1586,8 +1648,17 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
             softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup, scale_log2e);
             accumulate<Tile>(o, at, ring, p_tile, (int)(item.keys - tile * BLOCK_KEYS));
         }
-        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e);
-        if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e, holds);
+        if (holds) {
+            // The buffer that is left has the next Q; those after it need the others.
+            const bool needed = ++held == Tile::HELD_TILES - 1 && index + 2 * gridDim.x < p.items;
+            if (needed || index + gridDim.x >= p.items) {
+                store_held<Tile>(p, at, out_map, held, index, q.slot);
+                held = 0;
+            }
+        } else if (lane == 0) {
+            ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
+        }
         q.advance(q_buffers_of<Tile>(p));
     }
 }
