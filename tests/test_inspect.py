@@ -106,7 +106,11 @@ def observed_roles(run: Run, counts: Counter[tuple[int, str]]) -> Counter[tuple[
 def test_mbarrier_table_is_what_the_kernel_does(
     name: str, arch: str, fields: dict[str, Any], tiles: int, partition_tiles: int | None
 ) -> None:
-    run = recorded(variant(name, **fields), arch, tiles, partition_tiles, batch=2)
+    config = variant(name, **fields)
+    geo = derive(config, arch)
+    # So many sequences that every buffer of Q is used.
+    batch = geo.q_buffers if isinstance(geo, Sm90Geometry) and geo.q_buffers > 2 else 2
+    run = recorded(config, arch, tiles, partition_tiles, batch=batch)
     assert run.result.hazards == []
     table = pipeline.mbarriers(run.geo)
     ctas = {cta for cta, _ in run.recorder.mbarriers}
@@ -140,7 +144,11 @@ def test_mbarrier_table_is_what_the_kernel_does(
 def test_named_barrier_table_is_what_the_kernel_does(
     name: str, arch: str, fields: dict[str, Any], tiles: int, partition_tiles: int | None
 ) -> None:
-    run = recorded(variant(name, **fields), arch, tiles, partition_tiles, batch=2)
+    config = variant(name, **fields)
+    geo = derive(config, arch)
+    # So many sequences that every buffer of Q is used.
+    batch = geo.q_buffers if isinstance(geo, Sm90Geometry) and geo.q_buffers > 2 else 2
+    run = recorded(config, arch, tiles, partition_tiles, batch=batch)
     seen = set()
     for (_, number), completions in run.recorder.named.items():
         for threads, warps in completions:
@@ -226,6 +234,9 @@ def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> lis
     (table,) = page_table(1, WALK_TILES * geo.block_keys, config.page_size)
     if geo.tile_pages == 1:
         return [(0, (0, first % config.page_size, chunk, 0, int(table[first // config.page_size])))]
+    if use.operand == "V" and geo.v_box_chunks > geo.box_chunks:
+        pages = [int(page) for page in table[first // config.page_size :][: geo.tile_pages]]
+        return [(place * geo.slot_bytes // geo.tile_pages, (0, 0, chunk, 0, page)) for place, page in enumerate(pages)]
     chunk_bytes, page_bytes = geo.slot_bytes // geo.slot_chunks, geo.slot_bytes // geo.slot_chunks // geo.tile_pages
     return [
         (c * chunk_bytes + page * page_bytes, (0, 0, chunk + c, 0, int(table[first // config.page_size + page])))
