@@ -25,6 +25,7 @@ from fa4gen.codegen.config import Config, load_shipped, shipped_configs
 from fa4gen.codegen.emulator import Memory, Program
 from fa4gen.codegen.feature_inputs import feature_inputs
 from fa4gen.codegen.geometry import Geometry, derive
+from fa4gen.codegen.geometry_sm90 import Sm90Geometry
 from fa4gen.codegen.render import has_attention, render
 
 compiler = pytest.importorskip("fa4gen.codegen.compiler")
@@ -109,11 +110,16 @@ def problem_size(config: Config, geo: Geometry, shape: str) -> dict[str, Any]:
     key_split = geo.arch == "sm_90a" and not config.shared_key
     if shape != "whole":
         return {"keys": 3 * geo.block_keys + 40, "batch": 1, "partition_keys": geo.block_keys, "ctas": 3}
-    # Key-split has a ring for each part, and each part every m_pack-th key tile.
-    tiles = geo.m_pack * (geo.ring_slots // geo.m_pack // 2 + 1) if key_split else 3
+    if geo.arch != "sm_90a":
+        return {"keys": 3 * geo.block_keys + 40, "batch": 1}
     # One CTA takes all the items, and one more than Q has buffers.
-    items = {"batch": 3, "ctas": 1} if geo.arch == "sm_90a" else {"batch": 1}
-    return {"keys": tiles * geo.block_keys + 40} | items
+    assert isinstance(geo, Sm90Geometry)
+    batch = geo.q_buffers + 1
+    # Key-split has a ring for each part, and each part every m_pack-th key tile.
+    tiles = geo.m_pack * (geo.ring_slots // geo.m_pack // 2 + 1)
+    if not key_split:
+        tiles = -(-geo.warpgroups * (geo.slots_per_ring // (2 * geo.tile_slots) + 1) // batch)
+    return {"keys": tiles * geo.block_keys + 40, "batch": batch, "ctas": 1}
 
 
 def attention_cases() -> Iterator[tuple[str, str, str, str]]:

@@ -275,6 +275,10 @@ def subjects() -> tuple[Subject, ...]:
             without="^ring one slot|^parity kept",
         ),
         attention_subject("d512", "sm_90a", *SM90),
+        # Tiles of 8 rows, whose O waits where Q was: some of six are stored before the last, since Q needs their buffers.
+        attention_subject(
+            "d128_sk", "sm_90a", {"keys": 140, "batch": 6, "ctas": 1, "group": 8}, *({"group": 8} | shape for shape in SM90[1:])
+        ),
         attention_subject("d128", "sm_90a", *SM90_KEY_SPLIT),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
         # K and V of d64 take turns in an even ring: V never has its last slot.
