@@ -142,8 +142,7 @@ def check_shared(
             place=shared_place(w, at, owner),
             missing="a write before the read",
         )
-    column = shadow.column(w.actor if reader is None else reader, strong)
-    shadow.read[index, column] = epochs
+    shadow.reading(w.actor if reader is None else reader, int(np.asarray(epochs).flat[0]), strong)[index] = epochs
     return last
 
 

@@ -98,6 +98,10 @@ class Registers:
     """(destination, source) of each copy, in order."""
 
 
+WarpRegisters = tuple[dict[int, Array], list[Array], list[Any]]
+"""Banks by bits, the banks seen as one type each, and R."""
+MAX_SPARE = 32
+"""Warps whose registers are kept for others, of one entry: 1 MiB or so each."""
 Builder = Callable[["Assembler", Instruction, list[str]], "tuple[Step, Step]"]
 TABLE: dict[str, Builder] = {}
 
@@ -412,6 +416,8 @@ class DecodedEntry:
         """By instruction: the watched registers (bit by number) that it accesses."""
         self.blocks: dict[int, Block] = {}
         """By first instruction: runs of instructions that touch nothing but registers."""
+        self.spare: list[WarpRegisters] = []
+        """Registers of warps that have ended."""
         self.pick_members: Callable[[list[Step]], Any] | None = None
         self.member_steps: Any = ()
         """The steps of the instructions of blocks, and what picks them from a list of all."""
@@ -474,7 +480,7 @@ class DecodedEntry:
         """Where the entries of R come from, so that `attach` makes them in few steps: rows of banks seen as one type, then the rest."""
         slots = self.slots
         self.constants = [slot.value for slot in slots if slot.source == "const"]
-        self.made = [slot for slot in slots if slot.source in ("sink", "special")]
+        self.made = [(place, slot) for place, slot in enumerate(slots) if slot.source in ("sink", "special")]
         self.views = list(dict.fromkeys((slot.bits, slot.dtype, slot.stride, slot.part) for slot in slots if slot.source == "reg"))
         first: dict[tuple[Any, ...], int] = {}
         place = 0
@@ -506,30 +512,45 @@ class DecodedEntry:
 
     def attach(self, warp: Warp) -> None:
         """Give a warp its registers: poison until written, predicates false."""
-        counts = self.counts
-        p = np.zeros((counts[1] + 1, 32), np.bool_)
-        b16 = np.full((counts[16], 32), POISON32 & 0xFFFF, np.uint16)
-        b32 = np.full((counts[32], 32), POISON32, np.uint32)
-        b64 = np.full((counts[64], 32), POISON32 << 32 | POISON32, np.uint64)
-        warp.B16, warp.B32, warp.B64 = b16, b32, b64
+        banks, warp.tables, warp.R = self.spare.pop() if self.spare else self._make_registers()
+        banks[1].fill(False)
+        banks[16].fill(POISON32 & 0xFFFF)
+        banks[32].fill(POISON32)
+        banks[64].fill(POISON32 << 32 | POISON32)
+        warp.B16, warp.B32, warp.B64 = banks[16], banks[32], banks[64]
+        warp.banks = banks
         warp.unwritten = dict.fromkeys(self.unwritten.candidates, bits_of(warp.mask)) if warp.cta.check else {}
-        banks: dict[int, Array] = {1: p, 16: b16, 32: b32, 64: b64}
         if self.local_bytes:
             warp.local = np.full((32, (self.local_bytes + 15) // 16 * 16), 0xFF, np.uint8)
             if warp.cta.check:
                 warp.local_written = np.zeros(warp.local.shape, np.bool_)
-        warp.tables = [banks[bits].view(kind)[:, part::stride] for bits, kind, stride, part in self.views]
-        pool: list[Any] = []
-        for table in warp.tables:
-            pool.extend(table)
-        pool += self.constants
-        for slot in self.made:
+        for place, slot in self.made:
             if slot.source == "sink":
-                pool.append(np.zeros(32, np.bool_) if slot.bits == 1 else np.zeros(32 * slot.bits // 8, np.uint8).view(slot.dtype))
+                made = np.zeros(32, np.bool_) if slot.bits == 1 else np.zeros(32 * slot.bits // 8, np.uint8).view(slot.dtype)
             else:
                 name, dtype = slot.value
-                pool.append(special_register(warp, name).astype(dtype))
-        warp.R = list(self.chosen(pool))
+                made = special_register(warp, name).astype(dtype)
+            warp.R[place] = made
+
+    def _make_registers(self) -> WarpRegisters:
+        counts = self.counts
+        banks: dict[int, Array] = {
+            1: np.empty((counts[1] + 1, 32), np.bool_), 16: np.empty((counts[16], 32), np.uint16),
+            32: np.empty((counts[32], 32), np.uint32), 64: np.empty((counts[64], 32), np.uint64),
+        }  # fmt: skip
+        tables = [banks[bits].view(kind)[:, part::stride] for bits, kind, stride, part in self.views]
+        pool: list[Any] = []
+        for table in tables:
+            pool.extend(table)
+        pool += self.constants
+        pool += [None] * len(self.made)
+        return banks, tables, list(self.chosen(pool))
+
+    def detach(self, warp: Warp) -> None:
+        """Take the registers of a warp that has ended, for another: thousands of views of them are dear to make."""
+        if len(self.spare) < MAX_SPARE:
+            self.spare.append((warp.banks, warp.tables, warp.R))
+        warp.banks, warp.tables, warp.R = {}, [], []
 
 
 DECODE_HOOKS: list[Callable[[DecodedEntry], None]] = []

@@ -174,15 +174,21 @@ class Clock:
             mine = mine[:, : theirs.shape[1]]
         np.maximum(mine, theirs, out=mine)
         if other.lanes:
-            for (plane, actor), masks in other.lanes.items():
+            known = self.lanes or {}
+            for key, masks in other.lanes.items():
+                # Clocks that have met before mostly share these.
+                if known.get(key) is masks:
+                    continue
                 for bits, limit in masks.items():
-                    self.note_lanes(plane, actor, bits, limit)
+                    self.note_lanes(*key, bits, limit)
+                if self.lanes is not None and self.lanes.get(key) == masks:
+                    self.lanes[key] = masks
         if other.foreign is not None:
             self.join_foreign(other.foreign)
 
     def note_lanes(self, plane: int, actor: int, bits: int, limit: int) -> None:
         """What these lanes of an actor did up to `limit` is ordered in the sense of `plane`."""
-        if actor < self.table.shape[1] and self.table[plane, actor] >= limit:
+        if actor < self.table.shape[1] and self.table.item(plane, actor) >= limit:
             return
         if self.lanes is None:
             self.lanes = {}
@@ -244,29 +250,53 @@ class Shadow:
     """Last accesses of a memory that one CTA's actors share, at a granule that starts coarse and is refined to the narrowest access.
 
     write [granules]: epoch of the last weak write, 0 when there is none; strong: the same of strong writes, once there are any.
-    read [granules, columns]: last read of each reading actor, strong reads in columns of their own.
+    reads [readers, granules]: last read of each reading actor, strong reads in rows of their own.
     """
 
-    def __init__(self, size: int, granule_shift: int, columns: int = 8) -> None:
+    def __init__(self, size: int, granule_shift: int) -> None:
         self.shift = granule_shift
         count = -(-size >> granule_shift) if granule_shift else size
         self.write: Int64 = np.zeros(count, np.int64)
         self.strong: Int64 | None = None
-        self.read: Int64 = np.zeros((count, columns), np.int64)
-        self.column_of: dict[tuple[int, bool], int] = {}
-        self.column_actors: Int64 = np.zeros(columns, np.int64)
+        self._row_of: dict[tuple[int, bool], int] = {}
+        self._make_room(16)
 
-    def column(self, actor: int, strong: bool = False) -> int:
-        """The read column of an actor, made on first use. It may reallocate `read`."""
-        found = self.column_of.get((actor, strong))
-        if found is None:
-            found = len(self.column_of)
-            if found == self.read.shape[1]:
-                self.read = np.concatenate([self.read, np.zeros_like(self.read)], axis=1)
-                self.column_actors = np.concatenate([self.column_actors, np.zeros_like(self.column_actors)])
-            self.column_of[actor, strong] = found
-            self.column_actors[found] = actor
-        return found
+    def _make_room(self, readers: int) -> None:
+        # Rows that nobody uses cost no memory: the system gives zeroed pages when they are first touched.
+        used = len(self._row_of)
+        table: Int64 = np.zeros((readers, len(self.write)), np.int64)
+        newest: Int64 = np.zeros(readers, np.int64)
+        actors: Int64 = np.zeros(readers, np.int64)
+        if used:
+            table[:used], newest[:used], actors[:used] = self.reads, self.newest, self.readers
+        self._table, self._newest, self._actors = table, newest, actors
+        self._show(used)
+
+    def _show(self, used: int) -> None:
+        self.reads: Int64 = self._table[:used]
+        self.newest: Int64 = self._newest[:used]
+        """A limit that covers all the reads of each reader."""
+        self.readers: Int64 = self._actors[:used]
+        """The actor of each reader."""
+
+    def reading(self, actor: int, epoch: int, strong: bool = False) -> Int64:
+        """The reads of an actor [granules], to note those of `epoch` (of any lane) in. It may reallocate `reads`."""
+        row = self._row_of.get((actor, strong))
+        if row is None:
+            row = len(self._row_of)
+            if row == len(self._table):
+                self._make_room(2 * row)
+            self._row_of[actor, strong] = row
+            self._show(row + 1)
+            self.readers[row] = actor
+        self.newest[row] = max(self.newest.item(row), epoch | CLOCK_FILL)
+        result: Int64 = self.reads[row]
+        return result
+
+    def late(self, limits: Int64) -> Int64:
+        """Readers that may have reads which the limits do not cover."""
+        result: Int64 = (self.newest > limits[self.readers]).nonzero()[0]
+        return result
 
     def refine(self, granule_shift: int) -> None:
         """Make the granule at most 2^granule_shift bytes."""
@@ -275,7 +305,10 @@ class Shadow:
             self.write = np.repeat(self.write, factor)
             if self.strong is not None:
                 self.strong = np.repeat(self.strong, factor)
-            self.read = np.repeat(self.read, factor, axis=0)
+            used = self.reads
+            self._table = np.zeros((len(self._table), len(self.write)), np.int64)
+            self._table[: len(used)] = np.repeat(used, factor, axis=1)
+            self._show(len(used))
             self.shift = granule_shift
 
     def conflicts(
@@ -288,9 +321,10 @@ class Shadow:
         parts: list[tuple[NDArray[np.bool_], Int64]] = []
         of_writes = limits if write_limits is None else write_limits
         last: Int64 = self.write[index]
-        bad = last > of_writes[last & _ACTOR]
-        if bad.any():
-            parts.append((bad, last))
+        if not covered(last, of_writes):
+            bad = last > of_writes[last & _ACTOR]
+            if bad.any():
+                parts.append((bad, last))
         if self.strong is not None:
             atomic = self.strong[index]
             if not strong:
@@ -299,13 +333,15 @@ class Shadow:
                     parts.append((late, atomic))
             last = np.maximum(last, atomic)
         if write:
-            reads = self.read[index]
-            unordered = reads > limits[self.column_actors]
-            if strong:
-                unordered &= (reads & STRONG) == 0
-            if unordered.any():
-                columns = np.flatnonzero(unordered.reshape(-1, unordered.shape[-1]).any(axis=0))
-                parts += [(unordered[..., c], reads[..., c]) for c in columns.tolist()]
+            late = self.late(limits)
+            if len(late):
+                axes = (1,) * last.ndim
+                reads = self.reads[late, index] if isinstance(index, slice) else self.reads[late.reshape(-1, *axes), index]
+                unordered = reads > limits[self.readers[late]].reshape(-1, *axes)
+                if strong:
+                    unordered &= (reads & STRONG) == 0
+                if unordered.any():
+                    parts += [(flags, seen) for flags, seen in zip(unordered, reads, strict=True) if flags.any()]
         return parts, last
 
     def note_write(self, index: Any, epochs: Any, strong: bool) -> None:
@@ -315,6 +351,18 @@ class Shadow:
         if self.strong is None:
             self.strong = np.zeros_like(self.write)
         self.strong[index] = epochs
+
+
+_MANY = 512
+"""Accesses from which on a look at the smallest and the largest costs less than one at each."""
+
+
+def covered(epochs: Int64, limits: Int64) -> bool:
+    """Whether accesses are known at a glance to be covered: mostly one operation has written all of a tile. False leaves it open."""
+    if epochs.size < _MANY:
+        return False
+    largest = epochs.max()
+    return bool(largest <= limits[largest & _ACTOR] and largest == epochs.min())
 
 
 class GlobalShadow:

@@ -156,6 +156,8 @@ class Warp:
         self.paused = False
         """Stopped before an event of an exploration."""
         self.R: list[Any] = []
+        self.banks: dict[int, Array] = {}
+        """Registers by their bits, [registers, lanes]."""
         self.tables: list[Array] = []
         """The banks of registers seen as one type each, [registers, lanes]."""
         self.B16: Array
@@ -582,8 +584,7 @@ class Cta:
         self.smem = np.zeros(0, np.uint8)
         self.words.clear()
         for warp in self.warps:
-            warp.R.clear()
-            warp.tables.clear()
+            self.launch.code.detach(warp)
             warp.local = warp.local_written = warp.wgmma = warp.tmem_ops = None
 
     def left(self, clock: Clock, also: Clock | None) -> None:

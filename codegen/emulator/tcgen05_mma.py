@@ -198,12 +198,13 @@ def check_block(
     assert shadow is not None
     limits = tensor_limits(w, own)
     last = block.of(shadow.write)
-    parts = [(last > limits[last & hz.ACTOR_MASK], last)]
+    parts = []
+    if not hz.covered(last, limits):
+        parts.append((last > limits[last & hz.ACTOR_MASK], last))
     if write:
-        seen = block.of(shadow.read)
-        late = seen > limits[shadow.column_actors]
-        if late.any():
-            parts += [(late[..., c], seen[..., c]) for c in np.flatnonzero(late.reshape(-1, late.shape[-1]).any(axis=0)).tolist()]
+        for reader_ in shadow.late(limits).tolist():
+            seen = block.of(shadow.reads[reader_])
+            parts.append((seen > limits[shadow.readers[reader_]], seen))
     for flags, before in parts:
         bad = flags if mask is None else flags & mask
         if bad.any():
@@ -226,8 +227,7 @@ def check_block(
     if write:
         last[...] = epoch if mask is None else np.where(mask, epoch, last)
     else:
-        column = shadow.column(reader)
-        block.of(shadow.read[:, column])[...] = epoch
+        block.of(shadow.reading(reader, int(epoch)))[...] = epoch
     return True
 
 

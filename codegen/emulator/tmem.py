@@ -44,7 +44,7 @@ class TensorMemory:
         self.waiting: list[tuple[Warp, Group]] = []
         self.issuers: dict[tuple[int, int], Any] = {}
         """Threads (warp, lane) that have issued MMAs or copies."""
-        self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0, 8) if check else None
+        self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0) if check else None
 
 
 def tensor_memory(cta: Cta) -> TensorMemory:
@@ -161,7 +161,7 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         memory.cells[:, first : first + columns] = POISON32
         if memory.shadow is not None:
             memory.shadow.write.reshape(TMEM_LANES, TMEM_COLUMNS)[:, first : first + columns] = 0
-            memory.shadow.read.reshape(TMEM_LANES, TMEM_COLUMNS, -1)[:, first : first + columns] = 0
+            memory.shadow.reads.reshape(-1, TMEM_LANES, TMEM_COLUMNS)[:, :, first : first + columns] = 0
         address = np.asarray(read(r), np.int64)
         lane = int(w.mask.argmax())
         if cta.check:
@@ -172,7 +172,7 @@ def _alloc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
         if cta.check:
             w.sync_lanes()
         if cta.shadow is not None and SHARED_START <= address[lane] <= cta.shared_end - 4:
-            cta.shadow.read[int(address[lane]) >> cta.shadow.shift] = 0
+            cta.shadow.reads[:, int(address[lane]) >> cta.shadow.shift] = 0
         cta.launch.progress_count += 1
         return None
 
@@ -225,7 +225,7 @@ def _check_base(w: Warp, memory: TensorMemory, first: int, block: tuple[int, Cod
     at = memory.unread.pop(first, None)
     assert memory.shadow is not None
     cells = memory.shadow.write.reshape(TMEM_LANES, TMEM_COLUMNS)[:, first : first + block[0]]
-    if shadow is None or at is None or not cells.any() or shadow.read[at >> shadow.shift].any():
+    if shadow is None or at is None or not cells.any() or shadow.reads[:, at >> shadow.shift].any():
         return
     place = access.shared_place(w, at)
     w.cta.report(
@@ -374,8 +374,7 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
             lane,
             _address(cell),
         )
-    column_of_reader = shadow.column(reader)
-    shadow.read[index, column_of_reader] = epochs
+    shadow.reading(reader, int(np.asarray(epochs).flat[0]))[index] = epochs
 
 
 def settle_tmem(w: Warp, code: Code, cells: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
