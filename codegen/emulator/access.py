@@ -125,7 +125,7 @@ def check_shared(
     if write:
         shadow.note_write(index, epochs, strong)
         return None
-    if not last.all():
+    if np.count_nonzero(last) != last.size:
         never = last == 0
         place = int(never.argmax())
         granule = _granule(index, place)

@@ -33,7 +33,7 @@ Fetch = tuple[int, Any]
 _ANY_SHAPE = re.compile(r"(add|sub|mul|fma|mad|max|min|neg|abs)\..*f32(x2)?$|ex2\.approx(\.ftz)?\.f32$|cvt\..*f16x2\.f32$|(setp|selp)\.")
 """Opcodes whose function takes arrays of any shape and is given by the opcode alone; numpy's own functions always do."""
 _SHORTEST = 8
-"""Instructions of a block; fewer are not worth the look-up."""
+"""Instructions of a block; fewer are only worth the look-up where there is much to share."""
 _LONGEST = 512
 _LIGHT = 4
 """Instructions from which on one call for all pays where the function is a single numpy call."""
@@ -99,13 +99,19 @@ def find_blocks(code: DecodedEntry) -> None:
         end = start
         while end < count and end in code.registers_only and end - start < _LONGEST and (end == start or end not in targets):
             end += 1
-        if end - start >= _SHORTEST:
+        if end - start >= _SHORTEST or _repeats(code, start, end):
             code.blocks[start] = Block(code, start, end - start)
             members.extend(range(start, end))
         start = max(end, start + 1)
     if members:
         pick: Callable[[list[Any]], Any] = itemgetter(*members)
         code.pick_members, code.member_steps = pick, pick(code.full)
+
+
+def _repeats(code: DecodedEntry, start: int, end: int) -> bool:
+    """Whether a few instructions have three alike worth a shared call."""
+    opcodes = [code.opcodes[place] for place in range(start, end)]
+    return any(opcodes.count(opcode) >= 3 and _ANY_SHAPE.match(opcode) for opcode in set(opcodes))
 
 
 DECODE_HOOKS.append(find_blocks)

@@ -48,7 +48,7 @@ TENSOR = 4
 PLANES = 5
 
 GLOBAL_PAGE_SHIFT = 16
-_ACTOR = np.int64(ACTOR_MASK)
+_ACTOR = np.array(ACTOR_MASK, np.int64)
 
 
 @dataclass(frozen=True)
@@ -323,13 +323,13 @@ class Shadow:
         last: Int64 = self.write[index]
         if not covered(last, of_writes):
             bad = last > of_writes[last & _ACTOR]
-            if bad.any():
+            if np.count_nonzero(bad):
                 parts.append((bad, last))
         if self.strong is not None:
             atomic = self.strong[index]
             if not strong:
                 late = atomic > of_writes[atomic & _ACTOR]
-                if late.any():
+                if np.count_nonzero(late):
                     parts.append((late, atomic))
             last = np.maximum(last, atomic)
         if write:
@@ -340,7 +340,7 @@ class Shadow:
                 unordered = reads > limits[self.readers[late]].reshape(-1, *axes)
                 if strong:
                     unordered &= (reads & STRONG) == 0
-                if unordered.any():
+                if np.count_nonzero(unordered):
                     parts += [(flags, seen) for flags, seen in zip(unordered, reads, strict=True) if flags.any()]
         return parts, last
 
@@ -416,15 +416,15 @@ class GlobalPage:
             plane = self.planes.get(name)
             if plane is not None:
                 last = plane[0][index]
-                if last.any():
+                if np.count_nonzero(last):
                     ctas = plane[1][index]
                     bad = unordered(last, ctas, clock, cta, floor)
-                    if bad.any():
+                    if np.count_nonzero(bad):
                         result.append((bad, last, ctas))
         reads = self.planes.get("read") if write else None
         if reads is not None:
             epochs = reads[0][index]
-            if epochs.any():
+            if np.count_nonzero(epochs):
                 ctas = reads[1][index]
                 late = unordered(epochs, ctas, clock, cta, floor)
                 if strong:
