@@ -142,7 +142,7 @@ def check_shared(
             place=shared_place(w, at, owner),
             missing="a write before the read",
         )
-    shadow.reading(w.actor if reader is None else reader, int(np.asarray(epochs).flat[0]), strong)[index] = epochs
+    shadow.note_read(index, epochs, w.actor if reader is None else reader, strong)
     return last
 
 

@@ -246,15 +246,25 @@ class Clock:
         return result
 
 
+_REGION = 9
+"""Bytes of a region of a shadow, as a power of two."""
+_COLUMN_REGION = 4
+"""Columns of one."""
+
+
 class Shadow:
     """Last accesses of a memory that one CTA's actors share, at a granule that starts coarse and is refined to the narrowest access.
 
     write [granules]: epoch of the last weak write, 0 when there is none; strong: the same of strong writes, once there are any.
     reads [readers, granules]: last read of each reading actor, strong reads in rows of their own.
+    newest [readers, regions]: a limit that covers all the reads of a region, so that most readers need no look at their reads.
     """
 
-    def __init__(self, size: int, granule_shift: int) -> None:
+    def __init__(self, size: int, granule_shift: int, columns: int = 0) -> None:
+        """columns: granules in a row of a two-dimensional memory, whose regions are columns; 0 for one that goes on and on."""
         self.shift = granule_shift
+        self._columns = columns
+        self._regions = columns >> _COLUMN_REGION if columns else (size >> _REGION) + 1
         count = -(-size >> granule_shift) if granule_shift else size
         self.write: Int64 = np.zeros(count, np.int64)
         self.strong: Int64 | None = None
@@ -265,7 +275,7 @@ class Shadow:
         # Rows that nobody uses cost no memory: the system gives zeroed pages when they are first touched.
         used = len(self._row_of)
         table: Int64 = np.zeros((readers, len(self.write)), np.int64)
-        newest: Int64 = np.zeros(readers, np.int64)
+        newest: Int64 = np.zeros((readers, self._regions), np.int64)
         actors: Int64 = np.zeros(readers, np.int64)
         if used:
             table[:used], newest[:used], actors[:used] = self.reads, self.newest, self.readers
@@ -275,12 +285,29 @@ class Shadow:
     def _show(self, used: int) -> None:
         self.reads: Int64 = self._table[:used]
         self.newest: Int64 = self._newest[:used]
-        """A limit that covers all the reads of each reader."""
         self.readers: Int64 = self._actors[:used]
         """The actor of each reader."""
 
-    def reading(self, actor: int, epoch: int, strong: bool = False) -> Int64:
-        """The reads of an actor [granules], to note those of `epoch` (of any lane) in. It may reallocate `reads`."""
+    def _region(self, index: Any) -> slice:
+        """The regions that granules lie in, or those between them too."""
+        if isinstance(index, slice):
+            low, high = index.start, index.stop - 1
+        else:
+            flat = index & (self._columns - 1) if self._columns else index
+            low, high = int(flat.min()), int(flat.max())
+        return self.region(low, high)
+
+    def region(self, low: int, high: int) -> slice:
+        """The regions from one granule (or column) to another."""
+        shift = _COLUMN_REGION if self._columns else _REGION - self.shift
+        return slice(low >> shift, (high >> shift) + 1)
+
+    def note_read(self, index: Any, epochs: Any, actor: int, strong: bool = False) -> None:
+        """Record reads by one actor at one time, by whatever lanes."""
+        self.reading(actor, self._region(index), int(np.asarray(epochs).flat[0]), strong)[index] = epochs
+
+    def reading(self, actor: int, region: slice, epoch: int, strong: bool = False) -> Int64:
+        """The reads of an actor [granules], to note those of `epoch` (of any lane) in `region` in. It may reallocate `reads`."""
         row = self._row_of.get((actor, strong))
         if row is None:
             row = len(self._row_of)
@@ -289,13 +316,13 @@ class Shadow:
             self._row_of[actor, strong] = row
             self._show(row + 1)
             self.readers[row] = actor
-        self.newest[row] = max(self.newest.item(row), epoch | CLOCK_FILL)
+        self.newest[row, region] = epoch | CLOCK_FILL  # the time of an actor only goes on
         result: Int64 = self.reads[row]
         return result
 
-    def late(self, limits: Int64) -> Int64:
-        """Readers that may have reads which the limits do not cover."""
-        result: Int64 = (self.newest > limits[self.readers]).nonzero()[0]
+    def late(self, region: slice, limits: Int64) -> list[int]:
+        """Readers that may have reads in the region which the limits do not cover."""
+        result: list[int] = (np.maximum.reduce(self.newest[:, region], axis=1) > limits[self.readers]).nonzero()[0].tolist()
         return result
 
     def refine(self, granule_shift: int) -> None:
@@ -320,7 +347,8 @@ class Shadow:
         """
         parts: list[tuple[NDArray[np.bool_], Int64]] = []
         of_writes = limits if write_limits is None else write_limits
-        last: Int64 = self.write[index]
+        taken = not isinstance(index, slice)
+        last: Int64 = self.write.take(index) if taken else self.write[index]
         if not covered(last, of_writes):
             bad = last > of_writes[last & _ACTOR]
             if np.count_nonzero(bad):
@@ -333,15 +361,13 @@ class Shadow:
                     parts.append((late, atomic))
             last = np.maximum(last, atomic)
         if write:
-            late = self.late(limits)
-            if len(late):
-                axes = (1,) * last.ndim
-                reads = self.reads[late, index] if isinstance(index, slice) else self.reads[late.reshape(-1, *axes), index]
-                unordered = reads > limits[self.readers[late]].reshape(-1, *axes)
+            for reader in self.late(self._region(index), limits):
+                reads = self.reads[reader].take(index) if taken else self.reads[reader, index]
+                unordered = reads > limits[self.readers[reader]]
                 if strong:
                     unordered &= (reads & STRONG) == 0
                 if np.count_nonzero(unordered):
-                    parts += [(flags, seen) for flags, seen in zip(unordered, reads, strict=True) if flags.any()]
+                    parts.append((unordered, reads))
         return parts, last
 
     def note_write(self, index: Any, epochs: Any, strong: bool) -> None:

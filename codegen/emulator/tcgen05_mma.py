@@ -197,12 +197,13 @@ def check_block(
     shadow = memory.shadow
     assert shadow is not None
     limits = tensor_limits(w, own)
+    region = shadow.region(block.first, block.first + block.columns - 1)
     last = block.of(shadow.write)
     parts = []
     if not hz.covered(last, limits):
         parts.append((last > limits[last & hz.ACTOR_MASK], last))
     if write:
-        for reader_ in shadow.late(limits).tolist():
+        for reader_ in shadow.late(region, limits):
             seen = block.of(shadow.reads[reader_])
             parts.append((seen > limits[shadow.readers[reader_]], seen))
     for flags, before in parts:
@@ -227,7 +228,7 @@ def check_block(
     if write:
         last[...] = epoch if mask is None else np.where(mask, epoch, last)
     else:
-        block.of(shadow.reading(reader, int(epoch)))[...] = epoch
+        block.of(shadow.reading(reader, region, int(epoch)))[...] = epoch
     return True
 
 

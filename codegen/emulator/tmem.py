@@ -44,7 +44,7 @@ class TensorMemory:
         self.waiting: list[tuple[Warp, Group]] = []
         self.issuers: dict[tuple[int, int], Any] = {}
         """Threads (warp, lane) that have issued MMAs or copies."""
-        self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0) if check else None
+        self.shadow = hz.Shadow(TMEM_LANES * TMEM_COLUMNS, 0, TMEM_COLUMNS) if check else None
 
 
 def tensor_memory(cta: Cta) -> TensorMemory:
@@ -374,7 +374,7 @@ def check_tmem(w: Warp, code: Code, index: Int64, epochs: Any, write: bool, read
             lane,
             _address(cell),
         )
-    shadow.reading(reader, int(np.asarray(epochs).flat[0]))[index] = epochs
+    shadow.note_read(index, epochs, reader)
 
 
 def settle_tmem(w: Warp, code: Code, cells: Int64, bad: Array, before: Array, epochs: Any, verb: str, who: str) -> None:
