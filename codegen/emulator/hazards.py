@@ -291,9 +291,13 @@ class Shadow:
     def _region(self, index: Any) -> slice:
         """The regions that granules lie in, or those between them too."""
         if isinstance(index, slice):
+            if self._columns:
+                return slice(0, self._regions)
             low, high = index.start, index.stop - 1
         else:
             flat = index & (self._columns - 1) if self._columns else index
+            if not flat.size:
+                return slice(0, 0)  # an access all of which was out of bounds
             low, high = int(flat.min()), int(flat.max())
         return self.region(low, high)
 
@@ -304,7 +308,8 @@ class Shadow:
 
     def note_read(self, index: Any, epochs: Any, actor: int, strong: bool = False) -> None:
         """Record reads by one actor at one time, by whatever lanes."""
-        self.reading(actor, self._region(index), int(np.asarray(epochs).flat[0]), strong)[index] = epochs
+        some = np.asarray(epochs)
+        self.reading(actor, self._region(index), int(some.flat[0]) if some.size else 0, strong)[index] = epochs
 
     def reading(self, actor: int, region: slice, epoch: int, strong: bool = False) -> Int64:
         """The reads of an actor [granules], to note those of `epoch` (of any lane) in `region` in. It may reallocate `reads`."""
@@ -322,7 +327,8 @@ class Shadow:
 
     def late(self, region: slice, limits: Int64) -> list[int]:
         """Readers that may have reads in the region which the limits do not cover."""
-        result: list[int] = (np.maximum.reduce(self.newest[:, region], axis=1) > limits[self.readers]).nonzero()[0].tolist()
+        newest = np.maximum.reduce(self.newest[:, region], axis=1, initial=0)
+        result: list[int] = (newest > limits[self.readers]).nonzero()[0].tolist()
         return result
 
     def refine(self, granule_shift: int) -> None:

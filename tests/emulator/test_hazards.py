@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fa4gen.codegen.emulator import PtxError, Uninitialized
+from fa4gen.codegen.emulator.hazards import Shadow
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -298,3 +299,30 @@ def test_a_deadlock_in_every_cta_of_a_huge_grid_ends(assemble):
     result = program.launch("k", 1 << 20, 32, 200_000)
     assert {hazard.kind for hazard in result.hazards} == {"deadlock"}
     assert len(str(result.hazards[0])) < 2000
+
+
+def shadow_conflicts(shadow: Shadow, index, limits: list[int], write: bool = True) -> list[list[int]]:
+    parts, _ = shadow.conflicts(index, np.array(limits, np.int64), write, False)
+    return [np.flatnonzero(bad).tolist() for bad, _ in parts]
+
+
+@pytest.mark.parametrize("columns", [0, 512])
+def test_bounds_of_regions_hide_no_read(columns):
+    """Random reads by a few actors whose time goes on, against all reads looked at one by one; accesses of nothing included."""
+    rng = np.random.default_rng(columns)
+    shadow = Shadow(4096, 0, columns)
+    model = np.zeros((3, 4096), np.int64)
+    now = [1, 1, 1]
+    for _ in range(300):
+        actor = int(rng.integers(3))
+        now[actor] += int(rng.integers(2))
+        index = rng.integers(4096) + np.arange(int(rng.integers(0, 40))) * int(rng.choice([1, 16, 600]))
+        index = index[index < 4096]
+        epochs = (rng.integers(32, size=len(index)) << 16) | actor | now[actor] << 40
+        shadow.note_read(index, epochs, actor)
+        model[actor, index] = epochs
+        limits = [(now[each] - int(rng.integers(3))) << 40 | (1 << 40) - 1 for each in range(3)]
+        start = int(rng.integers(4000))
+        for written in (rng.integers(4096, size=int(rng.integers(0, 20))), slice(start, start + int(rng.integers(1, 96)))):
+            bad = [np.flatnonzero(model[each][written] > limits[each]).tolist() for each in range(3)]
+            assert sorted(shadow_conflicts(shadow, written, limits)) == sorted(places for places in bad if places)
