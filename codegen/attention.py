@@ -547,13 +547,13 @@ def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swi
     )
 
 
-def key_map(array: np.ndarray, chunks: int, keys: int) -> TensorMap:
+def key_map(array: np.ndarray, chunks: int, keys: int, columns: int | None = None) -> TensorMap:
     """K or V [batch, keys, kv_heads, depth] as [batch][kv_heads][depth / 64][keys][64]; a copy brings `keys` rows of swizzled chunks.
 
-    Chunks of 8-bit elements have up to 128 columns. Pages take the place of sequences.
+    columns: of a chunk, default as many as 128 bytes hold, so 128 of 8-bit elements. Pages take the place of sequences.
     """
     batch, extent, kv_heads, depth = array.shape
-    columns = min(SWIZZLE_BYTES // array.itemsize, depth)
+    columns = min(SWIZZLE_BYTES // array.itemsize, depth) if columns is None else columns
     base, offset = _memory(array)
     shape = (batch, kv_heads, depth // columns, extent, columns)
     per_batch, per_key, per_head, per_column = array.strides

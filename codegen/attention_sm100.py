@@ -38,15 +38,16 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     pages, keys = ("pages", "page keys") if config.kv_layout == "paged" else ("batch", "keys")
     key = f"[{pages}][kv_heads][{geo.depth // SUB_TILE_DEPTH}][{keys}][{SUB_TILE_DEPTH}], box 1 x 1 x"
     positions = "1" if geo.stores_positions else "positions"
-    swizzle = f"{SWIZZLE_BYTES}-byte swizzle"
+    swizzle, key_swizzle = (f"{width}-byte swizzle" for width in (SWIZZLE_BYTES, geo.copy_row_bytes))
+    kv_dtype = config.kv_dtype or config.dtype
     out_swizzle = swizzle if geo.out_swizzle else "no swizzle"
     arguments = [
         ("q_map", "CUtensorMap", f"Q {config.dtype} {query} positions x heads x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
-        ("k_map", "CUtensorMap", f"K {config.dtype} {key} 1 x {geo.k_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill"),
+        ("k_map", "CUtensorMap", f"K {kv_dtype} {key} 1 x {geo.k_box_keys} x {SUB_TILE_DEPTH}, {key_swizzle}, zero fill"),
         (
             "v_map",
             "CUtensorMap",
-            f"V {config.dtype} {key} {geo.v_box_chunks} x {geo.v_box_keys} x {SUB_TILE_DEPTH}, {swizzle}, zero fill",
+            f"V {kv_dtype} {key} {geo.v_box_chunks} x {geo.v_box_keys} x {SUB_TILE_DEPTH}, {key_swizzle}, zero fill",
         ),
         ("out_map", "CUtensorMap", f"O {config.out_dtype} {query} {positions} x heads x {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
@@ -113,8 +114,8 @@ def attention_launch(
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(parts * geo.rows * geo.depth, parts * geo.rows, items)
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SUB_TILE_DEPTH, SWIZZLE_BYTES),
-        key_map(k, 1, geo.k_box_keys),
-        key_map(v, geo.v_box_chunks, geo.v_box_keys),
+        key_map(k, 1, geo.k_box_keys, SUB_TILE_DEPTH),
+        key_map(v, geo.v_box_chunks, geo.v_box_keys, SUB_TILE_DEPTH),
         # A tile's last positions may belong to the next sequence: they are stored one by one.
         query_map(out, kv_heads, replace(tiles, positions=1) if geo.stores_positions else tiles, geo.out_chunk_cols, geo.out_swizzle),
         Uninitialized(lse),

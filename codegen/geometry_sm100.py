@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .config import WARPGROUP_THREADS, Config, require, require_features
+from .config import WARPGROUP_THREADS, Config, register_rules, require, require_features
 from .geometry import (
     F32_BYTES,
+    FP8_BYTES,
     MAX_ACCUMULATOR_READ_COLS,
     MAX_MMA_N,
     MBARRIER_BYTES,
@@ -22,7 +23,7 @@ from .geometry import (
 )
 
 # What the kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "exact"})
+FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "kv_dtype", "exact"})
 TMEM_COLUMNS = 512
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
@@ -31,6 +32,12 @@ TMEM_ADDRESS_BYTES = 4
 SMEM_ALIGN_BYTES = 16
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern
 CORRECTION_COLS = 32
+COPY_ALIGNMENT = 128  # bytes in shared memory
+CONVERT_WARPS = 2  # those that the issuing warpgroup has beside the load and the MMA warp
+SCALE_BUFFERS = 2  # key tiles of a warpgroup whose scales are in shared memory at once
+SCALES = 3  # of a run of keys: of K, and of V its logarithm and its inverse
+
+register_rules({"fp8-copy-rows": f"on sm_100a a page's rows of 8-bit K and V fill the {COPY_ALIGNMENT} bytes that a copy begins at"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,21 @@ class Sm100Geometry(Geometry):
     def page_keys(self) -> int:
         """Keys that lie together in memory at most: a page's, or without pages as many as a copy can want."""
         return MAX_MMA_N
+
+    @property
+    def converts(self) -> bool:
+        """Whether K and V are 8-bit and go through a ring of their own to warps that bring them to 16 bits in the ring of the MMAs."""
+        return False
+
+    @property
+    def copy_slot_bytes(self) -> int:
+        """Bytes of the sub-tile that fills a slot as it comes from memory."""
+        return self.slot_bytes
+
+    @property
+    def copy_row_bytes(self) -> int:
+        """Bytes of 64 columns of it, and the width of its swizzle."""
+        return SWIZZLE_BYTES
 
     @property
     def paged(self) -> bool:
@@ -186,12 +208,12 @@ class Sm100Geometry(Geometry):
     @property
     def v_box_bytes(self) -> int:
         """Bytes of one V copy."""
-        return self.v_box_keys * self.v_box_chunks * SWIZZLE_BYTES
+        return self.v_box_keys * self.v_box_chunks * self.copy_row_bytes
 
     @property
     def v_boxes(self) -> int:
         """TMA copies that fill a slot with V: without pages one, and one for each key half in layout E."""
-        return self.slot_bytes // self.v_box_bytes
+        return self.copy_slot_bytes // self.v_box_bytes
 
     @property
     def v_atom_bytes(self) -> int:
@@ -272,6 +294,34 @@ class Sm100FeatureGeometry(Sm100Geometry):
     @property
     def stores_positions(self) -> bool:
         return self.ragged_queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sm100Fp8Geometry(Sm100FeatureGeometry):
+    """What 8-bit K and V add: the copies fill a ring of their own, from which sub-tiles reach the ring of the MMAs as 16 bits.
+
+    raw_slots: of the copies' ring; scale_keys: keys that have one scale for sure, of a part's in a key tile; None with scales of heads
+    """
+
+    raw_slots: int
+    scale_keys: int | None
+
+    @property
+    def converts(self) -> bool:
+        return True
+
+    @property
+    def copy_slot_bytes(self) -> int:
+        return self.slot_bytes // OPERAND_BYTES * FP8_BYTES
+
+    @property
+    def copy_row_bytes(self) -> int:
+        return SUB_TILE_DEPTH * FP8_BYTES
+
+    @property
+    def scale_runs(self) -> int:
+        """Scales of K in a key tile; 0 with scales of heads."""
+        return self.block_keys // self.scale_keys if self.scale_keys else 0
 
 
 def _region(regions: tuple[Region, ...], name: str) -> Region:
@@ -359,34 +409,46 @@ def derive_sm100(config: Config) -> Sm100Geometry:
             ("mbar_o_full", warpgroups * MBARRIER_BYTES),
         ]
 
-    clears = config.key_lengths or config.kv_layout == "paged"
+    fp8 = config.kv_dtype is not None
+    clears = not fp8 and (config.key_lengths or config.kv_layout == "paged")
     ring_mbarriers = 3 if clears else 2
+    raw_slot_bytes = slot_bytes // OPERAND_BYTES * FP8_BYTES if fp8 else 0
+    remedy = "use a page_size of 16 or more"
+    fills = not fp8 or (config.page_size or COPY_ALIGNMENT) * SUB_TILE_DEPTH * FP8_BYTES >= COPY_ALIGNMENT
+    require(fills, "fp8-copy-rows", "page_size", config.page_size, remedy)
+    scale_keys = min(config.page_size, s_cols) if config.kv_scale == "page" and config.page_size else None
+    scales_bytes = warpgroups * SCALE_BUFFERS * SCALES * (block_keys // scale_keys) * F32_BYTES if scale_keys else 0
 
-    def smem_map_for(slots: int) -> tuple[Region, ...]:
+    def smem_map_for(slots: int, raw_slots: int = int(fp8)) -> tuple[Region, ...]:
         return place(
             [
                 ("q", q_bytes),
                 ("ring", slots * slot_bytes),
+                ("raw", raw_slots * raw_slot_bytes),
                 ("p", p_bytes),
                 ("exchange", exchange_bytes),
                 ("correction", correction_bytes),
+                ("scales", scales_bytes),
                 ("mbar_ring_full", slots * MBARRIER_BYTES),
                 ("mbar_ring_landed", slots * MBARRIER_BYTES if clears else 0),
                 ("mbar_ring_empty", slots * MBARRIER_BYTES),
+                ("mbar_raw_full", raw_slots * MBARRIER_BYTES),
+                ("mbar_raw_empty", raw_slots * MBARRIER_BYTES),
                 *fixed_barriers(),
+                ("mbar_scales", warpgroups * SCALE_BUFFERS * MBARRIER_BYTES if scale_keys else 0),
                 ("tmem_address", TMEM_ADDRESS_BYTES),
             ]
         )
 
-    def smem_bytes_for(slots: int) -> int:
-        return -(-smem_map_for(slots)[-1].end // SMEM_ALIGN_BYTES) * SMEM_ALIGN_BYTES
+    def smem_bytes_for(slots: int, raw_slots: int = int(fp8)) -> int:
+        return -(-smem_map_for(slots, raw_slots)[-1].end // SMEM_ALIGN_BYTES) * SMEM_ALIGN_BYTES
 
     # Epilogue: key-split stages every O_g and (m, l); two warpgroups hand one band and its (m, l) over; then the output tile.
     staging = 0 if config.shared_key else shape["combine_stage_bytes"] + shape["combine_ml_bytes"]
     handover = (depth * rows + 2 * rows) * F32_BYTES if warpgroups == 2 else 0
     arena_bytes = warpgroups * staging + handover + rows * depth * shape["out_bytes"]
     # P lies behind the ring and dies with it.
-    arena_slots = max(0, -(-(arena_bytes - q_bytes - p_bytes) // slot_bytes))
+    arena_slots = max(0, -(-(arena_bytes - q_bytes - p_bytes) // slot_bytes)) if not fp8 else 0
     # Layout G holds a whole V tile at once; the others release each V slot behind its own MMAs.
     schedule_floor = v_slots if layout_g else 1
 
@@ -394,25 +456,30 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     most_slots = max(0, (SMEM_LIMIT_BYTES - fixed_bytes) // (slot_bytes + ring_mbarriers * MBARRIER_BYTES))
     while most_slots > 0 and smem_bytes_for(most_slots) > SMEM_LIMIT_BYTES:
         most_slots -= 1
-    ring_slots = config.ring_slots or max(1, most_slots)
+    # Of 8-bit K and V the copies' ring, which hides the memory's latency, gets what the MMAs and the conversion need not have.
+    wanted = schedule_floor + 1 if fp8 else most_slots
+    ring_slots = config.ring_slots or max(1, min(wanted, most_slots))
+    raw_slots = max(int(fp8), (SMEM_LIMIT_BYTES - smem_bytes_for(ring_slots, 0)) // (raw_slot_bytes + 2 * MBARRIER_BYTES)) if fp8 else 0
     slots_key, slots_value = ("ring_slots", ring_slots) if config.ring_slots else ("block_keys", block_keys)
     slots_remedy = f"use at most {most_slots} slots" if config.ring_slots and most_slots else "use a smaller block_keys, or one warpgroup"
-    smem_bytes = smem_bytes_for(ring_slots)
+    smem_bytes = smem_bytes_for(ring_slots, raw_slots)
     require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", slots_key, slots_value, slots_remedy, f"{ring_slots} slots need {smem_bytes:,}")
     fits = schedule_floor <= most_slots
     floor_remedy = f"use {schedule_floor} to {most_slots} slots" if fits else "use a smaller block_keys"
     require(ring_slots >= schedule_floor, "ring-floor", slots_key, slots_value, floor_remedy, f"{ring_slots} of at least {schedule_floor}")
-    fits = arena_slots <= most_slots
+    fits = arena_slots <= most_slots and not fp8
     arena_remedy = f"use {arena_slots} to {most_slots} slots" if fits else "use a narrower out_dtype, or one warpgroup"
+    dead_bytes = q_bytes + ring_slots * slot_bytes + raw_slots * raw_slot_bytes + p_bytes
     require(
-        arena_bytes <= q_bytes + ring_slots * slot_bytes + p_bytes,
+        arena_bytes <= dead_bytes,
         "epilogue-arena",
         slots_key,
         slots_value,
         arena_remedy,
-        f"{arena_bytes:,} bytes of staging, {q_bytes + ring_slots * slot_bytes + p_bytes:,} of Q, ring and P",
+        f"{arena_bytes:,} bytes of staging, {dead_bytes:,} of Q, ring and P",
     )
 
+    smem_map = smem_map_for(ring_slots, raw_slots)
     fields: dict[str, Any] = dict(
         arch="sm_100a",
         **shape,
@@ -420,7 +487,7 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         ring_slots=ring_slots,
         slot_bytes=slot_bytes,
         smem_bytes=smem_bytes,
-        mbarriers=ring_mbarriers * ring_slots + sum(size for _, size in fixed_barriers()) // MBARRIER_BYTES,
+        mbarriers=sum(region.size for region in smem_map if region.name.startswith("mbar")) // MBARRIER_BYTES,
         tmem_columns=tmem_columns,
         tmem_columns_allocated=allocated,
         s_cols=s_cols,
@@ -433,8 +500,9 @@ def derive_sm100(config: Config) -> Sm100Geometry:
         p_bytes=p_bytes,
         correction_bytes=correction_bytes,
         tmem_map=tmem_map,
-        smem_map=smem_map_for(ring_slots),
+        smem_map=smem_map,
     )
     if not config.features():
         return Sm100Geometry(**fields)
-    return Sm100FeatureGeometry(**fields, page_size=config.page_size, ragged_queries=config.ragged_queries)
+    fields |= dict(page_size=config.page_size, ragged_queries=config.ragged_queries)
+    return Sm100Fp8Geometry(**fields, raw_slots=raw_slots, scale_keys=scale_keys) if fp8 else Sm100FeatureGeometry(**fields)
