@@ -15,6 +15,7 @@ from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
 from .geometry import F32_BYTES, FP8_BYTES, OPERAND_BYTES, SUB_TILE_DEPTH, Geometry, derive, entry_configs, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Fp8Geometry, Sm90Geometry, Sm90KeySplitGeometry
+from .geometry_sm100 import Sm100Fp8Geometry
 from .memory_names import attention_regions
 from .units import DTYPES
 
@@ -141,7 +142,7 @@ def cluster_size(geo: Sm90Geometry, partitions: int) -> int:
 
 def tile_bytes(geo: Geometry) -> int:
     """Bytes of K and V in a key tile."""
-    return 2 * geo.block_keys * geo.depth * (FP8_BYTES if isinstance(geo, Sm90Fp8Geometry) else OPERAND_BYTES)
+    return 2 * geo.block_keys * geo.depth * (FP8_BYTES if isinstance(geo, Sm90Fp8Geometry | Sm100Fp8Geometry) else OPERAND_BYTES)
 
 
 def alone_us(geo: Geometry) -> float:

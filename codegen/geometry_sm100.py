@@ -23,7 +23,9 @@ from .geometry import (
 )
 
 # What the kernel has beyond contiguous K and V of equal lengths, see Config.features.
-FEATURES: frozenset[str] = frozenset({"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "kv_dtype", "exact"})
+FEATURES: frozenset[str] = frozenset(
+    {"paged", "key_lengths", "ragged_queries", "window", "softcap", "sinks", "page_list", "kv_dtype", "exact"}
+)
 TMEM_COLUMNS = 512
 BLOCK_KEYS_CHOICES = (64, 128, 256)
 P_STAGES = 2
@@ -77,13 +79,23 @@ class Sm100Geometry(Geometry):
         return False
 
     @property
+    def copy_region(self) -> str:
+        """The region of `smem_map` with the slots that copies fill."""
+        return "ring"
+
+    @property
+    def copy_slots(self) -> int:
+        """Slots of that region."""
+        return self.ring_slots
+
+    @property
     def copy_slot_bytes(self) -> int:
-        """Bytes of the sub-tile that fills a slot as it comes from memory."""
+        """Bytes of such a slot, a sub-tile as it comes from memory."""
         return self.slot_bytes
 
     @property
     def copy_row_bytes(self) -> int:
-        """Bytes of 64 columns of it, and the width of its swizzle."""
+        """Bytes of a row of it, 64 columns, and the width of its swizzle."""
         return SWIZZLE_BYTES
 
     @property
@@ -311,6 +323,14 @@ class Sm100Fp8Geometry(Sm100FeatureGeometry):
         return True
 
     @property
+    def copy_region(self) -> str:
+        return "raw"
+
+    @property
+    def copy_slots(self) -> int:
+        return self.raw_slots
+
+    @property
     def copy_slot_bytes(self) -> int:
         return self.slot_bytes // OPERAND_BYTES * FP8_BYTES
 
@@ -504,5 +524,5 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     )
     if not config.features():
         return Sm100Geometry(**fields)
-    fields |= dict(page_size=config.page_size, ragged_queries=config.ragged_queries)
+    fields |= {"page_size": config.page_size, "ragged_queries": config.ragged_queries}
     return Sm100Fp8Geometry(**fields, raw_slots=raw_slots, scale_keys=scale_keys) if fp8 else Sm100FeatureGeometry(**fields)

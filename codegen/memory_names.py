@@ -34,6 +34,8 @@ def attention_regions(geo: Geometry) -> RegionMap:
     for region in geo.smem_map:
         if region.name.startswith("mbar"):
             result[region.name] = _array(region.offset, region.size, element=MBARRIER_BYTES)
+        elif isinstance(geo, Sm100Geometry) and region.name == geo.copy_region:
+            result[region.name] = _array(region.offset, region.size, element=geo.copy_slot_bytes)
         elif region.name == "ring":
             result[region.name] = _array(region.offset, region.size, element=geo.slot_bytes)
         elif region.name in shapes:

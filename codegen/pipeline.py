@@ -11,7 +11,7 @@ from typing import Literal
 from .config import WARPGROUP_THREADS, Config
 from .geometry import F32_BYTES, MBARRIER_BYTES, SUB_TILE_DEPTH, Geometry, Region, place
 from .geometry_sm90 import WARP_THREADS, Sm90Fp8Geometry, Sm90Geometry, Sm90KeySplitGeometry
-from .geometry_sm100 import Sm100Geometry
+from .geometry_sm100 import CONVERT_WARPS, SCALE_BUFFERS, Sm100Fp8Geometry, Sm100Geometry
 
 WARPS = WARPGROUP_THREADS // WARP_THREADS  # of a warpgroup
 MERGE_BARRIER_SM90 = 4
@@ -167,14 +167,19 @@ def roles(geo: Geometry) -> tuple[Role, ...]:
         first = WARPS * geo.warpgroups
         loads = "Q, K and V by TMA, " + ("one warp" if geo.paged else "one thread")
         clear = [Role("clear", first + WARPS + 2, 1, geo.issue_registers, "zeros in V past the sequence's end")] if geo.clears else []
-        idle = first + WARPS + 2 + len(clear)
+        if geo.converts:
+            clear = [Role("convert", first + WARPS + 2, CONVERT_WARPS, geo.issue_registers, "K and V from 8 bits to 16")]
+        idle = first + WARPS + 2 + sum(role.warps for role in clear)
+        left = first + 2 * WARPS - idle
+        idles = [Role(IDLE, idle, left, geo.issue_registers, "complete the warpgroup")] if left else []
+        scales = "; looks up the scales of pages" if _scale_runs(geo) else ""
         return (
             *result,
-            Role("correct", first, WARPS, geo.correction_registers, "rescales O when a row maximum has grown"),
+            Role("correct", first, WARPS, geo.correction_registers, f"rescales O when a row maximum has grown{scales}"),
             Role("load", first + WARPS, 1, geo.issue_registers, loads),
             Role("multiply", first + WARPS + 1, 1, geo.issue_registers, "issues every MMA, one thread"),
             *clear,
-            Role(IDLE, idle, first + 2 * WARPS - idle, geo.issue_registers, "complete the warpgroup"),
+            *idles,
         )
     assert isinstance(geo, Sm90Geometry)
     task = "scores, probabilities and O of its key tiles; at the end O and LSE"
@@ -216,22 +221,33 @@ def _mbarriers_sm100(geo: Sm100Geometry) -> list[Mbarrier]:
     def at(region: str, index: int) -> int:
         return geo.offset(region) + index * MBARRIER_BYTES
 
-    load, multiply, correct = "load", "multiply", "correct"
+    load, multiply, correct, convert = "load", "multiply", "correct", "convert"
     commit = (Arrival(multiply, 1, "commit"),)
+    use, announce = "use of the slot", (Arrival(load, 1, "expect_tx"),)
+    landed = "the slot's copy has landed; with the first key tile's K slices also those of Q, whose bytes add"
     result = []
+    if geo.converts:
+        both_warps = (Arrival(convert, CONVERT_WARPS, "arrive"),)
+        for slot in range(geo.copy_slots):
+            where = at("mbar_raw_full", slot)
+            result.append(Mbarrier(f"raw_full[{slot}]", where, announce, geo.copy_slot_bytes, (convert,), use, landed))
+            where, means = at("mbar_raw_empty", slot), "the slot is read"
+            result.append(Mbarrier(f"raw_empty[{slot}]", where, both_warps, 0, (load,), use, means))
     for slot in range(geo.ring_slots):
-        announce = (Arrival(load, 1, "expect_tx"),)
-        means = "the slot's copy has landed; with the first key tile's K slices also those of Q, whose bytes add"
-        result.append(
-            Mbarrier(f"ring_full[{slot}]", at("mbar_ring_full", slot), announce, geo.slot_bytes, (multiply,), "use of the slot", means)
-        )
+        where = at("mbar_ring_full", slot)
+        if geo.converts:
+            means = "the slot has 16 bits"
+            result.append(Mbarrier(f"ring_full[{slot}]", where, both_warps, 0, (multiply,), use, means))
+        else:
+            result.append(Mbarrier(f"ring_full[{slot}]", where, announce, geo.slot_bytes, (multiply,), use, landed))
         means = "the MMAs have read the slot"
         if geo.clears:
-            landed = "V of a tile that reaches past the sequence's end has landed; clear then completes ring_full"
+            ends = "V of a tile that reaches past the sequence's end has landed; clear then completes ring_full"
             result.append(
-                Mbarrier(f"ring_landed[{slot}]", at("mbar_ring_landed", slot), announce, geo.slot_bytes, ("clear",), "such use", landed)
+                Mbarrier(f"ring_landed[{slot}]", at("mbar_ring_landed", slot), announce, geo.slot_bytes, ("clear",), "such use", ends)
             )
-        result.append(Mbarrier(f"ring_empty[{slot}]", at("mbar_ring_empty", slot), commit, 0, (load,), "use of the slot", means))
+        filler = convert if geo.converts else load
+        result.append(Mbarrier(f"ring_empty[{slot}]", at("mbar_ring_empty", slot), commit, 0, (filler,), use, means))
     for w, softmax in enumerate(_softmax_roles(geo)):
         tile = f"key tile of {softmax}"
         means = "S is complete, and after the last key tile every MMA is"
@@ -253,7 +269,15 @@ def _mbarriers_sm100(geo: Sm100Geometry) -> list[Mbarrier]:
         waits = (correct,) if geo.shared_key else (correct, multiply)
         means = "P.V is done" + ("" if geo.shared_key else ": O is free for correction, and P for the next S over it")
         result.append(Mbarrier(f"o_full[{w}]", at("mbar_o_full", w), commit, 0, waits, tile, means))
+        for buffer in range(SCALE_BUFFERS if _scale_runs(geo) else 0):
+            where, means = at("mbar_scales", SCALE_BUFFERS * w + buffer), "scales of a key tile are written"
+            result.append(Mbarrier(f"scales[{w}][{buffer}]", where, back, 0, (softmax,), f"every other {tile}", means))
     return result
+
+
+def _scale_runs(geo: Sm100Geometry) -> int:
+    """Runs of keys in a key tile that have scales of their own."""
+    return geo.scale_runs if isinstance(geo, Sm100Fp8Geometry) else 0
 
 
 def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
@@ -358,8 +382,8 @@ def named_barriers(config: Config, geo: Geometry) -> tuple[NamedBarrier, ...]:
 
 
 def ring_walk(geo: Geometry, tiles: int) -> tuple[RingUse, ...]:
-    """The uses of the ring's slots over `tiles` whole key tiles of one query tile: each ring in the order in which it is filled, which is
-    also the order in which it is read and released.
+    """The uses of the slots that copies fill over `tiles` whole key tiles of one query tile: each ring in the order in which it is filled,
+    which is also the order in which it is read and released. On sm_100a 16 bits made of 8 take the same walk of their own ring.
     """
     if isinstance(geo, Sm100Geometry):
         return tuple(_walk_sm100(geo, tiles))
@@ -371,7 +395,9 @@ def _walk_sm100(geo: Sm100Geometry, tiles: int) -> list[RingUse]:
 
     def use(operand: Literal["K", "V"], tile: int, sub_tile: int, key: int, depth: int, released: str) -> None:
         position = len(result)
-        slot, parity = position % geo.ring_slots, position // geo.ring_slots & 1
+        slot, parity = position % geo.copy_slots, position // geo.copy_slots & 1
+        if geo.converts:
+            released = f"conversion for {released}"
         result.append(RingUse(0, position, slot, parity, operand, tile, sub_tile, key, depth, released))
 
     held = not geo.shared_key and not geo.layout_e
@@ -382,7 +408,8 @@ def _walk_sm100(geo: Sm100Geometry, tiles: int) -> list[RingUse]:
                 chunk, o_tile = divmod(part, geo.o_tiles)
                 key = chunk * geo.pv_key_chunk if geo.pv_chunks > 1 else 0
                 depth = 0 if geo.layout_e else o_tile * geo.v_box_chunks * SUB_TILE_DEPTH
-                released = f"P.V of tile {tile}" + (", second half of P: the whole V tile is held" if held else f", sub-tile {part}")
+                whole = held and not geo.converts
+                released = f"P.V of tile {tile}" + (", second half of P: the whole V tile is held" if whole else f", sub-tile {part}")
                 use("V", tile, part, key, depth, released)
         if step < tiles:
             for stage in range(geo.qk_stages):
@@ -496,14 +523,19 @@ def _smem_sm100(geo: Sm100Geometry) -> dict[str, tuple[str, str, str, str]]:
         if geo.v_boxes == 1
         else f"{geo.v_boxes} x [{geo.v_box_keys} keys][{geo.v_box_chunks * SUB_TILE_DEPTH} depth]"
     )
+    sub_tiles = f"K [{geo.block_keys} keys][{SUB_TILE_DEPTH} depth] or V {v}, swizzled"
+    filler = "convert" if geo.converts else "load (TMA)"
+    scaled = f"{geo.warpgroups} x {SCALE_BUFFERS} x [3][{_scale_runs(geo)} runs of keys] float32: of K, log2 and inverse of V's"
     return {
-        "q": (f"Q tile [{geo.rows} rows][{geo.depth}], in swizzled pieces of 64 columns", "load (TMA)", "multiply", last),
-        "ring": (
-            f"{geo.ring_slots} slots: K [{geo.block_keys} keys][{SUB_TILE_DEPTH} depth] or V {v}, swizzled",
-            "load (TMA)",
+        "q": (
+            f"Q tile [{geo.rows} rows][{geo.depth}], in swizzled pieces of 64 columns",
+            f"load (TMA), {filler}" if geo.converts else filler,
             "multiply",
-            f"its MMAs; after {last} the epilogue's",
+            last,
         ),
+        "ring": (f"{geo.ring_slots} slots: {sub_tiles}", filler, "multiply", f"its MMAs; after {last} the epilogue's"),
+        "raw": (f"{geo.copy_slots} slots of 8 bits: {sub_tiles}", "load (TMA)", "convert", f"conversion; after {last} the epilogue's"),
+        "scales": (scaled, "correct", "softmax", "softmax has read them"),
         "p": (f"{geo.warpgroups} x P [{geo.rows} rows][{geo.block_keys} keys], swizzled", "softmax", "multiply", "P.V of its key tile"),
         "exchange": (
             f"{geo.warpgroups} x 2 parities x [{threads}] float32: partial maxima, then sums",

@@ -17,7 +17,7 @@ from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 from fa4gen.codegen.render import render
 
-from .test_attention_features import LISTED, PAGED, RAGGED, FeatureProblem
+from .test_attention_features import FP8, FP8_PAGES, LISTED, PAGED, RAGGED, FeatureProblem
 
 pytestmark = pytest.mark.skipif(compiler.nvrtc_version() is None, reason="NVRTC is not installed")
 
@@ -47,10 +47,10 @@ def run(problem: FeatureProblem, seed: int = 0, schedule: str = "random", text: 
     return sorted({hazard.kind for hazard in result.hazards})
 
 
-# Softmax of a warpgroup, correction, load, multiply and clear, left behind and run ahead.
+# Softmax of a warpgroup, correction, load, multiply and clear or convert, left behind and run ahead.
 SCHEDULES = (
     *("random", "starve:14", "ahead:14", "starve:async", "starve:13", "ahead:12", "round-robin", "ahead:async", "starve:8-11"),
-    *("starve:0-3", "ahead:0-7", "starve:12", "ahead:13"),
+    *("starve:0-3", "ahead:0-7", "starve:12", "ahead:13", "starve:14-15", "starve:15", "ahead:14-15"),
 )
 ALL = {"page_size": 16, "mask": "causal", "window": 50, "sinks": True} | RAGGED | PAGED
 # config, its fields, (queries, lengths, group, kv_heads), launch options. Key tiles have 256 keys, which parts and chunks cut by 64.
@@ -74,6 +74,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[list[int], list[int], int, int], di
     ("d512", {"page_size": 256, "mask": "causal", "window": 20} | LISTED, ([4] * 2, [600, 5], 5, 1), {}),
     ("d128_m2", ALL | {"page_list": True}, ([4, 7, 0], [300, 130, 20], 5, 1), {}),
     ("d256_m2", ALL, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
+    ("d512", FP8, ([1], [600], 8, 1), {}),
+    ("d256", FP8 | {"key_lengths": True, "mask": "causal", "dtype": "float16"}, ([4] * 2, [300, 5], 5, 2), {"scale": -0.2}),
+    ("d256", FP8_PAGES | PAGED | {"page_size": 16, "out_dtype": "float32"}, ([2] * 2, [0, 700], 6, 1), {"partition_keys": 256}),
+    ("d256", FP8_PAGES | LISTED | {"ov_depth": 64, "page_size": 64, "sinks": True, "softcap": 20.0}, ([1] * 2, [80, 900], 12, 1), {}),
+    ("d512", FP8 | RAGGED | PAGED | {"page_size": 32, "mask": "causal", "window": 90}, ([8, 1, 17], [300, 0, 60], 2, 1), {}),
+    ("d128", FP8_PAGES | PAGED | {"page_size": 256, "mask": "causal", "sinks": True}, ([2] * 2, [600, 77], 5, 1), {}),
+    ("d128_m2", FP8 | {"key_lengths": True, "use_fma": False}, ([1] * 2, [1, 300], 8, 1), {"partition_keys": 256}),
 ]  # fmt: skip
 
 
@@ -89,6 +96,15 @@ def test_a_feature_is_right_and_clean(number: int) -> None:
 @pytest.mark.parametrize("name", ["d64", "d128_m2", "d256_m2"])
 def test_no_spills_with_all_features(name: str) -> None:
     c = variant(name, **ALL | {"softcap": 30.0, "rescale": "exact", "page_size": 1, "page_list": True})
+    (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()
+    assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
+    assert resources.registers <= 128
+
+
+# Sub-tiles of 8 bits are converted by warps of few registers.
+@pytest.mark.parametrize(("name", "fields"), [("d512", FP8_PAGES), ("d256", FP8), ("d128_m2", FP8_PAGES), ("d64", FP8)])
+def test_no_spills_in_8_bits_with_all_features(name: str, fields: dict[str, Any]) -> None:
+    c = variant(name, **ALL | fields | {"softcap": 30.0, "rescale": "exact", "page_list": True})
     (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()
     assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert resources.registers <= 128
@@ -159,6 +175,31 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "stage 1 of P is not waited for in a window": ("d256", {"mask": "causal", "window": 70}, "if (first > STAGE_1_CHUNK)", "if (false)"),
     "queries of the next sequence are stored": ("d64", RAGGED, "min(p.tile_positions, item.q_len - item.position)", "p.tile_positions"),
+    "8 bits are converted before they have landed": (
+        "d256",
+        FP8,
+        "wait(smem + RAW_FULL_OFFSET + raw.slot * MBARRIER_BYTES, raw.parity);",
+        "",
+    ),
+    "16 bits overwrite what MMAs read": (
+        "d256",
+        FP8,
+        "wait(smem + RING_EMPTY_OFFSET + ring.slot * MBARRIER_BYTES, ring.parity ^ 1);",
+        "",
+    ),
+    "converted K and V are not fenced": ("d256", FP8, "reads of it.\n            ptx_fence_proxy_async();", "reads of it."),
+    "V of 8 bits past the end is not cleared": (
+        "d256",
+        FP8 | {"key_lengths": True},
+        "low[i * STEP_UNITS] = high[i * STEP_UNITS] = make_uint4(0, 0, 0, 0);",
+        ";",
+    ),
+    "scales are not waited for": (
+        "d256",
+        FP8_PAGES | PAGED | {"page_size": 16},
+        "wait(smem + SCALES_FULL_OFFSET + (at.warpgroup * 2 + round % 2) * MBARRIER_BYTES, round / 2 & 1);",
+        "",
+    ),
     "the sink joins every partition": ("d256", {"sinks": True}, "split ? MINUS_INFINITY : row_sink", "row_sink"),
 }  # fmt: skip
 
@@ -219,11 +260,23 @@ def test_an_entry_states_the_arguments_of_its_features() -> None:
 
 
 def test_a_feature_that_a_target_lacks_is_refused_on_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_100a lacks it.*or list a target other than sm_100a") as error:
-        variant("d256", kv_dtype="float8_e4m3fn")
-    assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"\[feature-target\].*sm_90a lacks it.*set shared_key: true.* or list a target other than"):
+    line = r"\[feature-target\].*sm_90a lacks it.*set shared_key: true.* or list a target other than"
+    with pytest.raises(ConfigError, match=line) as error:
         variant("d128", arch=["sm_90a", "sm_100a"], rescale="exact")
+    assert "\n" not in str(error.value)
+
+
+def test_8_bits_give_the_bits_of_the_same_numbers_in_16() -> None:
+    """float16 has every e4m3, so that K and V of 8 bits whose scales are 1 multiply as they would if they were float16."""
+    wide = variant("d256", dtype="float16", key_lengths=True, mask="causal")
+    narrow = variant("d256", dtype="float16", key_lengths=True, mask="causal", **FP8)
+    problems = [FeatureProblem(c, [2] * 2, [300, 70], 4) for c in (narrow, wide)]
+    problems[1].q, problems[1].k, problems[1].v = problems[0].q, *(x.astype(np.float16) for x in (problems[0].k, problems[0].v))
+    problems[0].arrays |= {name: np.ones(1, np.float32) for name in ("k_scale", "v_scale")}
+    for problem in problems:
+        assert run(problem) == []
+    assert problems[0].out.tobytes() == problems[1].out.tobytes()
+    assert problems[0].lse.tobytes() == problems[1].lse.tobytes()
 
 
 def test_the_call_runs_a_config_for_sm_100a_on_numpy_arrays() -> None:

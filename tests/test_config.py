@@ -121,7 +121,7 @@ def test_name_is_the_stem_of_the_file(tmp_path: Path) -> None:
         ({"page_list": True}, "page-size", "page_list"),
         ({"page_list": True, "kv_layout": "paged", "page_size": 16}, "page-list-lengths", "page_list"),
         ({"kv_dtype": "float8"}, "allowed-value", "kv_dtype"),
-        ({"kv_dtype": "float8_e4m3fn"}, "feature-target", "kv_dtype"),
+        ({"kv_dtype": "float8_e4m3fn", "kv_layout": "paged", "page_size": 1, "arch": ["sm_100a"]}, "fp8-copy-rows", "page_size"),
         ({"kv_scale": "page"}, "kv-scale", "kv_scale"),
         ({"kv_scale": "page", "kv_dtype": "float8_e4m3fn"}, "kv-scale", "kv_scale"),
         ({"kv_scale": "page", "kv_layout": "paged", "page_size": 16}, "kv-scale", "kv_scale"),

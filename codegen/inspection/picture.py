@@ -38,6 +38,8 @@ COLOURS = {
 _REGION_COLOURS = {
     "q": "q",
     "ring": "ring",
+    "raw": "k",
+    "scales": "factors",
     "p": "p",
     "out": "o",
     "merge_o": "s",
@@ -229,11 +231,13 @@ def _bar(sheet: _Sheet, contents: Sequence[pipeline.Content], scale: float, y: f
         x, width = MARGIN + region.offset * scale, region.size * scale
         sheet.rect(x, y, width, height, fill=_colour(region.name), tip=_tip(content))
         slots = geo.ring_slots if geo is not None and region.name == "ring" else 1
+        if isinstance(geo, Sm100Geometry) and region.name == geo.copy_region:
+            slots = geo.copy_slots
         for slot in range(1, slots):
             sheet.line(x + width * slot / slots, y + height * 0.5, x + width * slot / slots, y + height, "cut")
         middle = y + height / 2 + 4
         if slots > 1:
-            sheet.fitting(x, y + 16, width, [f"ring: {slots} slots of {region.size // slots:,}", "ring"])
+            sheet.fitting(x, y + 16, width, [f"{region.name}: {slots} slots of {region.size // slots:,}", region.name])
             for slot in range(slots):
                 sheet.fitting(x + width * slot / slots, y + height - 7, width / slots, [f"slot {slot}", str(slot)], 10)
         else:
@@ -302,7 +306,7 @@ def _ring(sheet: _Sheet, geo: Geometry) -> None:
     tiles = walk_tiles(geo)
     walk = pipeline.ring_walk(geo, tiles)
     rings = [list(uses) for _, uses in groupby(walk, key=lambda use: use.ring)]
-    slots = geo.ring_slots // len(rings)
+    slots = (geo.copy_slots if isinstance(geo, Sm100Geometry) else geo.ring_slots) // len(rings)
     longest = max(len(uses) for uses in rings)
     note = f"{tiles} key tiles, in the order of the fills; a box lasts until its slot is filled again; K2.3: key tile 2, sub-tile 3"
     sheet.heading("Ring" if len(rings) == 1 else "Rings", note)

@@ -120,7 +120,8 @@ def _ring(geo: Geometry) -> Sheet:
         "sub-tiles (key, depth)",
         "released by",
     )
-    return Sheet(f"Ring walk, {tiles} key tiles: {geo.ring_slots} slots of {geo.slot_bytes:,} bytes", headers, rows)
+    count, size = (geo.copy_slots, geo.copy_slot_bytes) if isinstance(geo, Sm100Geometry) else (geo.ring_slots, geo.slot_bytes)
+    return Sheet(f"Ring walk, {tiles} key tiles: {count} slots of {size:,} bytes", headers, rows)
 
 
 _PRIME = "'"
