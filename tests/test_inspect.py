@@ -48,6 +48,7 @@ KERNELS = [
     for arch in load_shipped(name).arch
     if has_attention(load_shipped(name), arch) and not load_shipped(name).features()
 ]
+FP8_KERNELS = [("d128_fp8", "sm_100a"), ("d512_fp8", "sm_100a")]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any], int, int | None]] = [
     ("d128", "sm_100a", {"warpgroups": 1}, 3, None),
     ("d512", "sm_100a", {}, 8, 4),
     ("d128_m2", "sm_100a", {"mask": "causal"}, 5, None),
+    *((name, arch, {}, 7, None) for name, arch in FP8_KERNELS),
 ]
 
 
@@ -162,7 +164,8 @@ ROLES_IN_SOURCES = {"load_keys_values": "load K V", "load_queries": "load Q", "m
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [(name, arch) for name, arch in KERNELS if arch == "sm_100a" or not load_shipped(name).shared_key]
+    ("name", "arch"),
+    [(name, arch) for name, arch in KERNELS + FP8_KERNELS if arch == "sm_100a" or not load_shipped(name).shared_key],
 )
 def test_the_comment_in_the_source_says_the_same(name: str, arch: str) -> None:
     """The head of attention.cu lists its mbarriers: `name[..] arrivals  who arrives -> who waits`."""
@@ -225,7 +228,7 @@ def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> lis
     """Offset within the slot, and coordinates, of each copy that fills it. The coordinates end with the page where there are pages."""
     if isinstance(geo, Sm100Geometry):
         boxes = geo.v_boxes if use.operand == "V" else 1
-        starts = [(box * geo.slot_bytes // boxes, use.key + box * geo.s_cols) for box in range(boxes)]
+        starts = [(box * geo.copy_slot_bytes // boxes, use.key + box * geo.s_cols) for box in range(boxes)]
         return [(offset, (0, use.tile * geo.block_keys + key, use.depth // SUB_TILE_DEPTH)) for offset, key in starts]
     assert isinstance(geo, Sm90Geometry)
     chunk, first = use.depth // SUB_TILE_DEPTH, use.tile * geo.block_keys + use.key
@@ -245,13 +248,17 @@ def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> lis
     ]
 
 
-@pytest.mark.parametrize(("name", "arch"), [*KERNELS, ("llama3", "sm_90a"), ("qwen3", "sm_90a")])
+@pytest.mark.parametrize(("name", "arch"), [*KERNELS, ("llama3", "sm_90a"), ("qwen3", "sm_90a"), ("d512_fp8", "sm_100a")])
 def test_ring_walk_is_what_the_producer_does(name: str, arch: str) -> None:
     config = load_shipped(name)
     run = recorded(config, arch)
     geo = run.geo
     assert isinstance(geo, (Sm90Geometry, Sm100Geometry))
     names = {barrier.offset: barrier.name for barrier in pipeline.mbarriers(geo)}
+    region, slots, slot_bytes = "ring", geo.ring_slots, geo.slot_bytes
+    if isinstance(geo, Sm100Geometry):
+        region, slots, slot_bytes = geo.copy_region, geo.copy_slots, geo.copy_slot_bytes
+    prefix = f"{region}_" if arch == "sm_100a" else ""
     copies = [copy for copy in run.recorder.copies[0] if copy.array in ("k", "v")]
     by_ring = itertools.groupby(pipeline.ring_walk(geo, WALK_TILES), key=lambda use: use.ring)
     walks = {ring: list(uses) for ring, uses in by_ring}
@@ -266,16 +273,16 @@ def test_ring_walk_is_what_the_producer_does(name: str, arch: str) -> None:
             for offset, coordinates in expected_copies(config, geo, use):
                 copy = next(mine)
                 assert copy.array == use.operand.lower()
-                assert copy.offset == geo.offset("ring") + use.slot * geo.slot_bytes + offset
+                assert copy.offset == geo.offset(region) + use.slot * slot_bytes + offset
                 assert copy.coordinates[: len(coordinates)] == coordinates
-                assert names[copy.mbarrier].removeprefix("ring_") == f"full[{use.slot}]"
+                assert names[copy.mbarrier] == f"{prefix}full[{use.slot}]"
             assert use.parity == filled[use.slot] % 2
             filled[use.slot] += 1
         assert next(mine, None) is None
-        assert first_slot == ring * (geo.ring_slots // len(walks))
+        assert first_slot == ring * (slots // len(walks))
         for slot, count in filled.items():
-            (full,) = [offset for offset, name in names.items() if name.removeprefix("ring_") == f"full[{slot}]"]
-            (empty,) = [offset for offset, name in names.items() if name.removeprefix("ring_") == f"empty[{slot}]"]
+            (full,) = [offset for offset, name in names.items() if name == f"{prefix}full[{slot}]"]
+            (empty,) = [offset for offset, name in names.items() if name == f"{prefix}empty[{slot}]"]
             assert run.recorder.mbarriers[0, full].complete == run.recorder.mbarriers[0, empty].complete == count
 
 
@@ -291,7 +298,7 @@ def test_ring_is_released_in_the_order_of_the_walk(name: str) -> None:
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "arch"), KERNELS)
+@pytest.mark.parametrize(("name", "arch"), KERNELS + FP8_KERNELS)
 def test_maps_are_the_geometry(name: str, arch: str) -> None:
     config = load_shipped(name)
     geo = derive(config, arch)
@@ -313,7 +320,7 @@ def test_maps_are_the_geometry(name: str, arch: str) -> None:
         over = {
             other.region.name for other in smem if other.region.offset < content.region.end and content.region.offset < other.region.end
         }
-        assert over <= ({"q", "ring"} if arch == "sm_100a" else {"q", "merge_o"})
+        assert over <= ({"q", "ring", "raw"} if arch == "sm_100a" else {"q", "merge_o"})
     if isinstance(geo, Sm100Geometry):
         assert tuple(content.region for content in pipeline.tmem_contents(geo)) == geo.tmem_map
     else:
@@ -332,7 +339,7 @@ def test_setmaxnreg_is_the_roles_registers() -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["d512", "d128_m2", "d256_m2"])
+@pytest.mark.parametrize("name", ["d512", "d128_m2", "d256_m2", "d128_fp8"])
 def test_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--config", name]) == 0
     output = capsys.readouterr()

@@ -209,8 +209,9 @@ def _smem(sheet: _Sheet, facts: Facts) -> None:
     for edge, corner in ((MARGIN + first * scale, left), (MARGIN + last * scale, left + width)):
         sheet.line(edge, top + 46, edge, sheet.y - 24, "lead")
         sheet.line(edge, sheet.y - 24, corner, sheet.y, "lead")
-    # Each as wide as its label needs; what is left in proportion to the size.
+    # Each as wide as its label needs, or all in proportion to that where they do not fit; what is left in proportion to the size.
     needs = [len(f"{content.region.name} {content.region.size:,}") * CHAR * 10 + 8 for content in inset]
+    needs = [need * min(1.0, width / sum(needs)) for need in needs]
     rest = max(width - sum(needs), 0)
     total = sum(content.region.size for content in inset)
     x = left
@@ -218,7 +219,8 @@ def _smem(sheet: _Sheet, facts: Facts) -> None:
         region = content.region
         here = need + rest * region.size / total
         sheet.rect(x, sheet.y, here, 26, fill=_colour(region.name), tip=_tip(content))
-        sheet.fitting(x, sheet.y + 17, here, [f"{region.name} {region.size:,}"], 10)
+        short = region.name.removeprefix("mbar_")
+        sheet.fitting(x, sheet.y + 17, here, [f"{region.name} {region.size:,}", f"{short} {region.size:,}", short], 10)
         x += here
     sheet.text(left - 8, sheet.y + 11, "magnified,", "dim", "end")
     sheet.text(left - 8, sheet.y + 24, "not to scale", "dim", "end")
