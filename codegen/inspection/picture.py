@@ -393,7 +393,7 @@ def _signals(geo: Geometry, role: str) -> str:
 
 
 def _shown(family: str, own: list[str], every: list[str]) -> str:
-    """Some mbarriers of a family: all of it, all below one index, a run of neighbours, or each by itself."""
+    """Some mbarriers of a family: all of it, all with one first or last index, a run of neighbours, or each by itself."""
     if len(own) == 1:
         return family + own[0]
     if own == every:
@@ -401,6 +401,9 @@ def _shown(family: str, own: list[str], every: list[str]) -> str:
     within = own[0][: own[0].index("]") + 1]  # "[0]" of "[0][1]"
     if within != own[0] and own == [index for index in every if index.startswith(within)]:
         return f"{family}{within}[*]"
+    across = own[0][own[0].rindex("[") :]  # "[1]" of "[0][1]"
+    if across != own[0] and own == [index for index in every if index.endswith(across)]:
+        return f"{family}[*]{across}"
     start = every.index(own[0])
     if own == every[start : start + len(own)]:
         return f"{family}{own[0][:-1]}-{own[-1][1:]}"
