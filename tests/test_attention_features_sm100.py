@@ -11,7 +11,7 @@ import pytest
 import fa4gen
 from fa4gen.codegen import compiler
 from fa4gen.codegen.attention import attention_entry_info, attention_launch
-from fa4gen.codegen.config import PAGE_SIZES, Config, ConfigError, load_shipped, parse_config
+from fa4gen.codegen.config import PAGE_SIZES, Config, ConfigError, disabled_rules, load_shipped, parse_config
 from fa4gen.codegen.emulator import Memory, Program
 from fa4gen.codegen.geometry import derive
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
@@ -231,6 +231,13 @@ def test_boxes_of_pages_fill_a_slot() -> None:
             # No box reaches over the end of its piece of the slot.
             assert geo.v_atom_keys % geo.v_box_keys == 0
             assert geo.v_box_chunks == 1 or geo.v_box_keys == geo.v_atom_keys
+
+
+def test_copies_of_8_bits_fill_what_they_begin_at() -> None:
+    """The rule fp8-copy-rows: a page of one key is 64 bytes of a slot, and the next one would land between two places of a copy."""
+    with disabled_rules("fp8-copy-rows"):
+        problem = FeatureProblem(variant("d256", page_size=1, **FP8 | PAGED), [1], [3], 8)
+        assert "misaligned" in run(problem)
 
 
 def test_an_entry_states_the_arguments_of_its_features() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from fa4gen.codegen.config import ARCHES, Config, ConfigError, disabled_rules, load_shipped, parse_config, shipped_configs
 from fa4gen.codegen.emulator.regions import Regions, add_regions
-from fa4gen.codegen.geometry import Geometry, Region, derive, functions, symbol
-from fa4gen.codegen.geometry_sm100 import Sm100Geometry
+from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, Geometry, Region, derive, functions, symbol
+from fa4gen.codegen.geometry_sm100 import Sm100Fp8Geometry, Sm100Geometry
 from fa4gen.codegen.memory_names import attention_regions, unit_regions
 from fa4gen.codegen.units import unit_entry_info
 
@@ -139,6 +139,10 @@ def test_derived_ring_is_the_largest_legal_one(name: str, arch: str) -> None:
     step = rings if arch == "sm_90a" else 1
     given = derive(parse_config(fields | {"ring_slots": geo.ring_slots}), arch)
     assert given == geo
+    if isinstance(geo, Sm100Fp8Geometry):
+        # The copies' ring has what is left: another slot with its two mbarriers would not fit.
+        assert geo.smem_bytes + geo.copy_slot_bytes + 16 > SMEM_LIMIT_BYTES
+        return
     with pytest.raises(ConfigError) as caught:
         parse_config(fields | {"ring_slots": geo.ring_slots + step})
     assert caught.value.rule == "smem-bytes"
