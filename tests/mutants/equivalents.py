@@ -33,6 +33,10 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "no other CTA uses these mbarriers, and within the CTA the barrier behind their initialisation orders it",
     ),
     Equivalent(
+        "sm_90a-attention", "^fence.mbarrier_init dropped", "",
+        "those of Q: no other CTA uses them, and within the CTA the barrier behind their initialisation orders it", numbers=(1,),
+    ),
+    Equivalent(
         "sm_100a-combine", "^bar.sync (dropped|weakened|counts half)", r"tcgen05\.dealloc[\s\S]*bar\.sync[\s\S]*ld\.shared\.v4",
         "the barrier before the deallocation orders the same stores; nothing is stored between the two",
     ),
