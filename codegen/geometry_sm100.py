@@ -359,6 +359,11 @@ def derive_sm100(config: Config) -> Sm100Geometry:
     """The sm_100a geometry. Raises ConfigError naming the rule that the config breaks."""
     require_features(config, "sm_100a", FEATURES)
     shape = common(config)
+    fp8 = config.kv_dtype is not None
+    if fp8 and config.shared_key and shape["band_cols"] > MAX_ACCUMULATOR_READ_COLS:
+        # A band of 128 columns leaves the merge of two warpgroups too few registers beside the roles that 8 bits add: two tiles of 64.
+        pv_mma_n = MAX_ACCUMULATOR_READ_COLS * config.m_pack
+        shape |= {"pv_mma_n": pv_mma_n, "band_cols": MAX_ACCUMULATOR_READ_COLS, "o_tiles": shape["depth"] // pv_mma_n}
     m_pack, rows, depth, warpgroups = shape["m_pack"], shape["rows"], shape["depth"], shape["warpgroups"]
     qk_stages, pv_mma_n, o_tiles, o_phys_cols = shape["qk_stages"], shape["pv_mma_n"], shape["o_tiles"], shape["o_phys_cols"]
 
@@ -429,7 +434,6 @@ def derive_sm100(config: Config) -> Sm100Geometry:
             ("mbar_o_full", warpgroups * MBARRIER_BYTES),
         ]
 
-    fp8 = config.kv_dtype is not None
     clears = not fp8 and (config.key_lengths or config.kv_layout == "paged")
     ring_mbarriers = 3 if clears else 2
     raw_slot_bytes = slot_bytes // OPERAND_BYTES * FP8_BYTES if fp8 else 0

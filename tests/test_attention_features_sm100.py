@@ -10,11 +10,12 @@ import pytest
 
 import fa4gen
 from fa4gen.codegen import compiler
+from fa4gen.codegen.api import choose_config
 from fa4gen.codegen.attention import attention_entry_info, attention_launch
 from fa4gen.codegen.config import PAGE_SIZES, Config, ConfigError, disabled_rules, load_shipped, parse_config
 from fa4gen.codegen.emulator import Memory, Program
 from fa4gen.codegen.geometry import derive
-from fa4gen.codegen.geometry_sm100 import Sm100Geometry
+from fa4gen.codegen.geometry_sm100 import Sm100Fp8Geometry, Sm100Geometry
 from fa4gen.codegen.render import render
 
 from .test_attention_features import FP8, FP8_PAGES, LISTED, PAGED, RAGGED, FeatureProblem
@@ -74,7 +75,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[list[int], list[int], int, int], di
     ("d512", {"page_size": 256, "mask": "causal", "window": 20} | LISTED, ([4] * 2, [600, 5], 5, 1), {}),
     ("d128_m2", ALL | {"page_list": True}, ([4, 7, 0], [300, 130, 20], 5, 1), {}),
     ("d256_m2", ALL, ([4, 1, 9], [100, 0, 322], 6, 1), {}),
-    ("d512", FP8, ([1], [600], 8, 1), {}),
+    ("d256_m2", FP8, ([1], [600], 8, 1), {}),
     ("d256", FP8 | {"mask": "causal", "dtype": "float16", "out_dtype": "float16"}, ([3], [300], 5, 1), {"scale": -0.2}),
     ("d256", FP8_PAGES | PAGED | {"page_size": 16, "out_dtype": "float32"}, ([1] * 2, [0, 520], 6, 1), {"partition_keys": 256}),
     ("d256", FP8_PAGES | LISTED | {"ov_depth": 64, "page_size": 64, "sinks": True, "softcap": 20.0}, ([1] * 2, [80, 900], 12, 1), {}),
@@ -102,7 +103,7 @@ def test_no_spills_with_all_features(name: str) -> None:
 
 
 # Sub-tiles of 8 bits are converted by warps of few registers.
-@pytest.mark.parametrize(("name", "fields"), [("d512", FP8_PAGES), ("d128_m2", FP8)])
+@pytest.mark.parametrize(("name", "fields"), [("d512", FP8_PAGES), ("d256_m2", FP8), ("d128_m2", FP8)])
 def test_no_spills_in_8_bits_with_all_features(name: str, fields: dict[str, Any]) -> None:
     c = variant(name, **ALL | fields | {"softcap": 30.0, "rescale": "exact", "page_list": True})
     (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()
@@ -274,10 +275,20 @@ def test_8_bits_give_the_bits_of_the_same_numbers_in_16() -> None:
     assert problems[0].lse.tobytes() == problems[1].lse.tobytes()
 
 
-def test_the_call_runs_a_config_for_sm_100a_on_numpy_arrays() -> None:
-    c = variant("d64", key_lengths=True, mask="causal", rescale="exact")
+def test_a_call_with_8_bits_finds_a_kernel_of_every_depth() -> None:
+    for depth in (64, 128, 256, 512):
+        for page, page_scales in ((None, False), (16, False), (256, True)):
+            facts = (depth, "bfloat16", "float8_e4m3fn", "bfloat16", True, None, None, False, page, True, False, False, page_scales, True)
+            geo = derive(choose_config(*facts, "sm_100a"), "sm_100a")
+            assert isinstance(geo, Sm100Fp8Geometry)
+            assert geo.raw_slots * geo.copy_slot_bytes >= 65_536
+
+
+@pytest.mark.parametrize("fields", [{}, FP8], ids=["16 bits", "8 bits"])
+def test_the_call_runs_a_config_for_sm_100a_on_numpy_arrays(fields: dict[str, Any]) -> None:
+    c = variant("d64", key_lengths=True, mask="causal", rescale="exact", **fields)
     problem = FeatureProblem(c, [2] * 2, [0, 70], 4)
-    lengths = problem.arrays["key_lengths"]
-    out, lse = fa4gen.attention(problem.q, problem.k, problem.v, config=c, seqused_k=lengths, causal=True, return_lse=True)
+    lengths, scales = problem.arrays["key_lengths"], {name: problem.arrays.get(name) for name in ("k_scale", "v_scale")}
+    out, lse = fa4gen.attention(problem.q, problem.k, problem.v, config=c, seqused_k=lengths, causal=True, return_lse=True, **scales)
     problem.out, problem.lse = out, lse
     problem.check()

@@ -47,7 +47,7 @@
 //      224688      32  mbar_scales
 //      224720       4  tmem_address
 //      224736 in all
-// In the epilogue, over Q and the ring:
+// In the epilogue, over Q and the rings:
 //           0    8192  out
 //        8192   16384  windows
 //       24576     256  window_ml

@@ -45,7 +45,7 @@
 //      216256      16  mbar_o_full
 //      216272       4  tmem_address
 //      216288 in all
-// In the epilogue, over Q, the ring and P:
+// In the epilogue, over Q and the rings:
 //           0   32768  out
 //       32768   65536  windows
 //       98304     256  window_ml
