@@ -275,6 +275,26 @@ def test_8_bits_give_the_bits_of_the_same_numbers_in_16() -> None:
     assert problems[0].lse.tobytes() == problems[1].lse.tobytes()
 
 
+def test_8_bits_halve_the_copies_and_are_converted_without_bank_conflicts() -> None:
+    c = variant("d256", **FP8)
+    problem = FeatureProblem(c, [4], [300], 8)
+    geo, launch = derive(c, "sm_100a"), problem.launch()
+    assert isinstance(geo, Sm100Fp8Geometry)
+    result = program(source(c)).launch(
+        launch.entry, launch.grid, launch.block, launch.smem_bytes, launch.args, memory=Memory(), profile=True
+    )
+    assert result.hazards == []
+    assert result.profile is not None
+    # Two tiles of K; of V all chunks of the first, and of the second the one that has keys.
+    sub_tiles = 2 * geo.qk_stages + geo.v_slots + 1
+    assert result.profile.traffic["tensor copy load"].bytes == geo.q_bytes + sub_tiles * geo.slot_bytes // 2
+    units = {"ld": (sub_tiles * geo.copy_slot_bytes + geo.q_bytes) // 16, "st": (sub_tiles * geo.slot_bytes + geo.q_bytes) // 16}
+    for opcode, count in units.items():
+        lines = [line for line in result.profile.shared.values() if line.opcode == f"{opcode}.shared.v4.u32"]
+        assert sum(line.lanes for line in lines) >= count
+        assert all(line.wavefronts == line.ideal for line in lines)
+
+
 def test_a_call_with_8_bits_finds_a_kernel_of_every_depth() -> None:
     for depth in (64, 128, 256, 512):
         for page, page_scales in ((None, False), (16, False), (256, True)):
