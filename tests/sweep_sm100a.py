@@ -4,14 +4,15 @@
 
 Six configs, both use_fma, no mask and causal, groups of 1, 6 and 8, 1 and 3 partitions, keys from 1 to 2,100 with every edge of the key
 tile and of the key chunk, 5 seeds: each run has all hazard checks on, and is compared with the float64 reference within DESIGN section 7.
-It stops after --minutes, and goes on where the log ends: a case in the log is not run again unless its PTX has changed. First everything
-under one seed each, then the edges of the key tile under the others, then the rest. The summary has what was run and what was found; the
-exit status is 1 if anything was found.
+It stops after --minutes, and goes on where the log and the summary end: a case that is clean in one of them is not run again unless its PTX
+has changed. First everything under one seed each, then the edges of the key tile under the others, then the rest. The summary has what was
+run, case by case, and what was found; the exit status is 1 if anything was found.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import hashlib
 import itertools
@@ -205,26 +206,70 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]
     return runs, records
 
 
-def summary_of(plan: Iterable[Case], runs: list[dict[str, Any]], records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts and worst errors of each kernel, what was found, and the versions it was found under."""
-    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"planned": 0, "run": 0, "clean": 0, "seeds": set(), "out": 0.0, "lse": 0.0})
-    total = 0
+class Earlier(NamedTuple):
+    """What a summary says of runs under the PTX of today."""
+
+    names: frozenset[str]
+    """Cases that were clean."""
+    rows: dict[str, dict[str, Any]]
+    """Worst errors of each kernel."""
+    versions: list[dict[str, str]]
+
+
+def read_summary(path: Path | None, plan: Iterable[Case], hashes: dict[str, str]) -> Earlier:
+    """The runs that a summary tells of; a kernel whose PTX has changed since has none. ValueError: it is no summary of this plan."""
+    if path is None or not path.exists():
+        return Earlier(frozenset(), {}, [])
+    try:
+        told = json.loads(path.read_text())
+        rows = {name: row for name, row in told["kernels"].items() if row["ptx"] == hashes.get(name)}
+        names: set[str] = set()
+        for kernel, cases_ in by_kernel(plan).items():
+            if kernel in rows:
+                bits = np.unpackbits(np.frombuffer(base64.b64decode(rows[kernel]["done"]), np.uint8), count=len(cases_))
+                names.update(case.name for case, bit in zip(cases_, bits, strict=True) if bit)
+        return Earlier(frozenset(names), rows, told["versions"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no summary of this sweep: {error}") from error
+
+
+def by_kernel(plan: Iterable[Case]) -> dict[str, list[Case]]:
+    result: dict[str, list[Case]] = defaultdict(list)
     for case in plan:
-        total += 1
-        row = rows[case.kernel]
-        row["planned"] += 1
-        if (record := records.get(case.name)) is None:
-            continue
-        row["run"] += 1
-        row["clean"] += not record["found"]
-        row["seeds"].add(case.seed)
-        for error in ("out", "lse"):
-            row[error] = max(row[error], record.get(error, 0.0))
-    kernels = {name: row | {"seeds": sorted(row["seeds"])} for name, row in rows.items()}
+        result[case.kernel].append(case)
+    return result
+
+
+def summary_of(
+    plan: Iterable[Case], hashes: dict[str, str], runs: list[dict[str, Any]], records: dict[str, dict[str, Any]], earlier: Earlier
+) -> dict[str, Any]:
+    """Counts and worst errors of each kernel, what was found, and the versions it was found under.
+
+    "done" of a kernel: a bit for each of its cases in the order of the plan, set where it was run and clean; base64.
+    """
+    records = {name: record for name, record in records.items() if record.get("ptx") == hashes.get(record["kernel"])}
+    rows: dict[str, dict[str, Any]] = {}
+    for kernel, cases_ in by_kernel(plan).items():
+        old = earlier.rows.get(kernel, {})
+        worst = {error: old.get(error, 0.0) for error in ("out", "lse")}
+        clean = np.zeros(len(cases_), np.bool_)
+        run = 0
+        for place, case in enumerate(cases_):
+            record = records.get(case.name)
+            run += record is not None or case.name in earlier.names
+            if record is None:
+                clean[place] = case.name in earlier.names
+                continue
+            clean[place] = not record["found"]
+            for error in worst:
+                worst[error] = max(worst[error], record.get(error, 0.0))
+        done = base64.b64encode(np.packbits(clean).tobytes()).decode()
+        rows[kernel] = {"planned": len(cases_), "run": run, "clean": int(clean.sum()), **worst, "ptx": hashes[kernel], "done": done}
     found = {name: record["found"] for name, record in sorted(records.items()) if record["found"]}
+    versions = sorted({tuple(sorted(each.items())) for each in (*earlier.versions, *runs)})
     return {
-        "planned": total, "run": sum(row["run"] for row in rows.values()), "found": found, "bounds": {"out": OUT_BOUND, "lse": LSE_BOUND},
-        "kernels": kernels, "versions": [dict(each) for each in sorted({tuple(sorted(each.items())) for each in runs})],
+        "planned": sum(row["planned"] for row in rows.values()), "run": sum(row["run"] for row in rows.values()), "found": found,
+        "bounds": {"out": OUT_BOUND, "lse": LSE_BOUND}, "kernels": rows, "versions": [dict(each) for each in versions],
     }  # fmt: skip
 
 
@@ -249,12 +294,12 @@ def kernels(plan: Iterable[Case], stored: Path | None, processes: int) -> dict[s
     return ptx
 
 
-def sweep(plan: list[Case], ptx: dict[str, str], log: Path, processes: int, seconds: float) -> None:
-    """Runs what the log lacks, in the order of the plan, until `seconds` have passed; each result is a line of the log at once."""
+def sweep(plan: list[Case], ptx: dict[str, str], log: Path, processes: int, seconds: float, earlier: Earlier) -> None:
+    """Runs what log and summary lack, in the order of the plan, until `seconds` have passed; each result is a line of the log at once."""
     stop = time.monotonic() + seconds
     _, records = read_log(log)
     hashes = {kernel: digest(text) for kernel, text in ptx.items()}
-    todo = [case for case in plan if records.get(case.name, {}).get("ptx") != hashes[case.kernel]]
+    todo = [case for case in plan if case.name not in earlier.names and records.get(case.name, {}).get("ptx") != hashes[case.kernel]]
     done = reported = 0
     with log.open("a") as file, multiprocessing.get_context("spawn").Pool(processes, _begin, (ptx,)) as pool:
         file.write(json.dumps(versions()) + "\n")
@@ -279,7 +324,9 @@ def sweep(plan: list[Case], ptx: dict[str, str], log: Path, processes: int, seco
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--log", type=Path, required=True, help="a line a case; a sweep goes on where it ends")
-    parser.add_argument("--summary", type=Path, help="JSON with counts, worst errors, findings and versions")
+    parser.add_argument(
+        "--summary", type=Path, help="JSON with counts, worst errors, findings and versions; one that is there is gone on with"
+    )
     parser.add_argument("--ptx", type=Path, help="JSON with the PTX of the kernels, written if it is not there: for where NVRTC is not")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=24 * 60.0)
@@ -289,8 +336,14 @@ def main(arguments: list[str]) -> int:
     plan = list(cases())
     # One thread a process; a process that numpy has been imported in no longer asks.
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    sweep(plan, kernels(plan, chosen.ptx, chosen.processes), chosen.log, chosen.processes, chosen.minutes * 60)
-    summary = summary_of(plan, *read_log(chosen.log))
+    ptx = kernels(plan, chosen.ptx, chosen.processes)
+    hashes = {kernel: digest(text) for kernel, text in ptx.items()}
+    try:
+        earlier = read_summary(chosen.summary, plan, hashes)
+    except ValueError as error:
+        parser.error(str(error))
+    sweep(plan, ptx, chosen.log, chosen.processes, chosen.minutes * 60, earlier)
+    summary = summary_of(plan, hashes, *read_log(chosen.log), earlier)
     if chosen.summary:
         write_whole(chosen.summary, (json.dumps(summary, indent=1) + "\n").encode())
     print(table(summary))

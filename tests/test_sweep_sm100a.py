@@ -67,3 +67,32 @@ def test_a_sweep_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(told["found"]) == {case.name for case in plan}
     assert (told["planned"], told["run"]) == (2, 2)
     assert plan[0].name in capsys.readouterr().out
+
+
+def test_a_sweep_goes_on_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = [Case("d64", True, "none", 8, 1, keys, 0) for keys in (1, 2, 3)]
+    monkeypatch.setattr(sweep, "cases", lambda: iter(plan))
+    log, summary, ptx = tmp_path / "log.jsonl", tmp_path / "summary.json", tmp_path / "ptx.json"
+    arguments = ["--summary", str(summary), "--ptx", str(ptx), "--processes", "1"]
+    _, text = sweep.ptx_of(plan[0].kernel)
+    ptx.write_text(json.dumps({plan[0].kernel: text}))
+    hashes = {plan[0].kernel: sweep.digest(text)}
+    # A record under another PTX counts for nothing; one with a finding is run again by who has the summary alone.
+    lines = zip(plan, ("", "race", ""), (hashes[plan[0].kernel], hashes[plan[0].kernel], "other"), strict=True)
+    told = {
+        c.name: {"case": c.name, "kernel": c.kernel, "found": found, "out": 2e-3, "lse": 0.0, "ptx": under} for c, found, under in lines
+    }
+    first = sweep.summary_of(plan, hashes, [{"python": "3"}], told, sweep.Earlier(frozenset(), {}, []))
+    assert (first["run"], first["kernels"][plan[0].kernel]["clean"], set(first["found"])) == (2, 1, {plan[1].name})
+    summary.write_text(json.dumps(first))
+    assert sweep.main(["--log", str(log), *arguments]) == 0
+    assert set(sweep.read_log(log)[1]) == {plan[1].name, plan[2].name}
+    second = json.loads(summary.read_text())
+    row = second["kernels"][plan[0].kernel]
+    assert (second["run"], row["clean"], row["out"], second["found"], len(second["versions"])) == (3, 3, 2e-3, {}, 2)
+    assert sweep.read_summary(summary, plan, hashes).names == {case.name for case in plan}
+    assert sweep.read_summary(summary, plan, {plan[0].kernel: "changed"}).names == frozenset()
+    summary.write_text("{}")
+    with pytest.raises(SystemExit):
+        sweep.main(["--log", str(log), *arguments])
+    assert "no summary" in capsys.readouterr().err
