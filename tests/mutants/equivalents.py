@@ -25,6 +25,8 @@ class Equivalent:
 
 _COMMIT = "what the MMA thread knows when it issues happens before the wait for its commit, and that order covers the same accesses"
 
+_ACCUMULATOR = "the accumulators were last touched by wgmma of the same shape, which is in order without a fence"
+
 _FILLED = "a key tile fills the ring's 8 slots exactly: this step never wraps"
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
@@ -81,6 +83,21 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "sm_90a-attention", "^fence.proxy.async (dropped|weakened)", r"fence\.proxy\.async\.global;",
         "both ends of the hand-over through global memory fence: who writes a partition, and who copies it; one of them is enough",
         before=0, after=0,
+    ),
+    Equivalent(
+        "sm_90a-attention", "^bar.sync (dropped|weakened|counts half)",
+        r"bar\.sync[^;]*;\s*// end inline asm\s*@%p\d+ bra[^;]*;\s*add[\s\S]{0,100}mapa[\s\S]{0,160}mbarrier\.arrive\.release\.cluster",
+        "a CTA that has handed its slice to another: the barriers around that hand-over order the same reads", before=0,
+    ),
+    Equivalent("d256-sm_90a-attention", "^wgmma.fence dropped", "", _ACCUMULATOR, numbers=(1, 3)),
+    Equivalent("d512-sm_90a-attention", "^wgmma.fence dropped", "", _ACCUMULATOR, numbers=(1, 2, 3, 5, 6, 7)),
+    Equivalent(
+        "sm_90a-attention", "^bar.warp.sync dropped", r"cp\.async\.bulk\.(?:commit_group|wait_group\.read)[\s\S]{0,120}bar\.warp\.sync",
+        "the leader, which copies and waits for its copies, is the lane that signals for the warp", after=0,
+    ),
+    Equivalent(
+        "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*@%p\d+ bra[^;]*;[^;]{0,60}barrier\.cluster\.wait",
+        "only where the lanes of a warp meet again: no memory is handed over between them", before=0,
     ),
     Equivalent(
         "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*(?:\$L\w+:|div\.u32)",
