@@ -103,7 +103,7 @@ def test_no_spills_with_all_features(name: str) -> None:
 
 
 # Sub-tiles of 8 bits are converted by warps of few registers.
-@pytest.mark.parametrize(("name", "fields"), [("d512", FP8_PAGES), ("d256_m2", FP8), ("d128_m2", FP8)])
+@pytest.mark.parametrize(("name", "fields"), [("d512", FP8_PAGES), ("d256_m2", FP8_PAGES), ("d128", FP8)])
 def test_no_spills_in_8_bits_with_all_features(name: str, fields: dict[str, Any]) -> None:
     c = variant(name, **ALL | fields | {"softcap": 30.0, "rescale": "exact", "page_list": True})
     (resources,) = compiler.compile_source(source(c), "sm_100a", "attention.cu").kernels.values()

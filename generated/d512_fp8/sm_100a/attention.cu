@@ -17,10 +17,10 @@
 // Roles, 512 threads (each with a comment on what it waits for and signals):
 //     warps  0 -  3  softmax, warpgroup 0: scores to probabilities; at the end O and LSE    192 registers
 //     warps  4 -  7  softmax, warpgroup 1: scores to probabilities; at the end O and LSE    192 registers
-//     warps  8 - 11  correct: rescales O in tensor memory when a row maximum has grown   88
-//     warp  12       load: Q, K and V by TMA                                               40
-//     warp  13       multiply: one thread issues every MMA                                 40
-//     warps 14 - 15  convert: K and V from e4m3 to float16                                     40
+//     warps  8 - 11  correct: rescales O in tensor memory when a row maximum has grown   72
+//     warp  12       load: Q, K and V by TMA                                               56
+//     warp  13       multiply: one thread issues every MMA                                 56
+//     warps 14 - 15  convert: K and V from e4m3 to float16                                     56
 //
 // Tensor memory, columns of all 128 lanes (384 used, 512 allocated):
 //           0      64  S0
@@ -1397,10 +1397,10 @@ fa4_attention_d512_m4r32_sk_bf16_kv8_sm100a(
         const Workspace workspace{partial_o, partial_lse, arrived, launch};
         finish(state, p, own, at, &out_map, lse, workspace, smem_bytes, smem, tmem, scale_log2e, v_scale);
     } else if (warp < WARPGROUPS * 4 + 4) {
-        ptx_setmaxnreg_dec<88>();
+        ptx_setmaxnreg_dec<72>();
         correct(item, reinterpret_cast<const float*>(smem_bytes + FACTORS_OFFSET), smem, tmem, threadIdx.x % 128);
     } else {
-        ptx_setmaxnreg_dec<40>();
+        ptx_setmaxnreg_dec<56>();
         if (warp == LOAD_WARP && ptx_elect_sync())
             load(p, item, &q_map, &k_map, &v_map, smem);
         else if (warp == MMA_WARP && ptx_elect_sync())
