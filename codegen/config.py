@@ -197,7 +197,11 @@ class Config(BaseModel):
     mask: Literal["none", "causal"] = Field("none", description="causal: query i sees keys <= keys - q_len + i")
     qk_depth: int | None = Field(None, description="head dim of Q and K; derived: ov_depth")
     block_keys: Positive | None = Field(None, description="BN, keys of a key tile; derived from the accumulators' space")
-    ring_slots: Positive | None = Field(None, description="K/V ring slots; derived: as many as shared memory holds")
+    ring_slots: Positive | None = Field(
+        None,
+        description="K/V ring slots; derived: as many as shared memory holds; with kv_dtype on sm_100a those that the MMAs read, and the "
+        "copies' 8-bit slots have the rest",
+    )
     warpgroups: Annotated[Literal[1, 2] | None, BeforeValidator(lambda v: v if v is None else _plain_int(v))] = Field(
         None, description="softmax warpgroups, each with its own key tiles and accumulators; derived: 2"
     )
