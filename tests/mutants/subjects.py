@@ -248,7 +248,7 @@ SM90: tuple[dict[str, Any], ...] = (
     # Twice as many items as Q has slots in one CTA, so that everything is reused; then the keys cut into partitions, which several clusters
     # take side by side, or two CTAs.
     {"keys": 140, "batch": 4, "ctas": 1, "group": 32},
-    {"keys": 300, "partition_keys": 64, "ctas": 8},
+    {"keys": 300, "partition_keys": 64, "ctas": 10},
     {"keys": 300, "partition_keys": 64, "ctas": 2, "clusters": False},
 )
 SM90_KEY_SPLIT: tuple[dict[str, Any], ...] = (
@@ -271,7 +271,7 @@ def subjects() -> tuple[Subject, ...]:
             "d256",
             "sm_90a",
             SM90[0],
-            {"keys": 640, "partition_keys": 64, "ctas": 8},
+            {"keys": 640, "partition_keys": 64, "ctas": 10},
             {"keys": 512, "partition_keys": 64, "ctas": 2, "clusters": False},
             without="^ring one slot|^parity kept",
         ),
