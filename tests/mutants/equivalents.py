@@ -27,7 +27,8 @@ _COMMIT = "what the MMA thread knows when it issues happens before the wait for 
 
 _ACCUMULATOR = "the accumulators were last touched by wgmma of the same shape, which is in order without a fence"
 
-_FILLED = "a key tile fills the ring's 8 slots exactly: this step never wraps"
+_FILLED = "a key tile takes the ring's 8 slots in 8 steps written out, a merged partition 4: this step is not the last, where the ring wraps"
+_FILLED_SHORT = "the same: this step is not the one before the last, where a ring of 7 slots would wrap"
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent(
@@ -108,8 +109,9 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         r"tcgen05\.wait::st[^;]*;[\s\S]{0,60}tcgen05\.fence::before[^;]*;(?:(?!;)[\s\S]){0,60}(?:setp\.ne\.s32[^;]*;)?\s*bar\.warp\.sync",
         "what is handed over is written by tcgen05.st, an operation of the whole warp that the lane which arrives has waited for", after=0,
     ),
-    Equivalent("d512-sm_90a-attention", "^ring one slot too long", "", _FILLED, numbers=(8,)),
-    Equivalent("d512-sm_90a-attention", "^parity kept when the ring wraps", "", _FILLED, numbers=(0,)),
+    Equivalent("d512-sm_90a-attention", "^ring one slot too long", "", _FILLED, numbers=(*range(10), 11, 12, 13)),
+    Equivalent("d512-sm_90a-attention", "^ring one slot too short", "", _FILLED_SHORT, numbers=(*range(9), 11, 12)),
+    Equivalent("d512-sm_90a-attention", "^parity kept when the ring wraps", "", _FILLED, numbers=(*range(6), 7, 8, 9)),
     Equivalent(
         "sm_100a-exchange4_loop", "^instruction dropped", r"mov\.u32\s+%r\d+, %r1;",
         "the same move stands before a branch and after it: with more than one row both are executed", before=0, after=0,
