@@ -27,7 +27,7 @@ _COMMIT = "what the MMA thread knows when it issues happens before the wait for 
 
 _ACCUMULATOR = "the accumulators were last touched by wgmma of the same shape, which is in order without a fence"
 
-_FILLED = "a key tile takes the ring's 8 slots in 8 steps written out, a merged partition 4: this step is not the last, where the ring wraps"
+_FILLED = "a key tile takes the ring's 8 slots in 8 steps written out, a merged partition 4: this is not the last, where it wraps"
 _FILLED_SHORT = "the same: this step is not the one before the last, where a ring of 7 slots would wrap"
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
