@@ -85,10 +85,12 @@ def mask_of(bits: int) -> Bool:
 class Track:
     """One strand of happens-before: a warp, or lanes of it that have diverged, with an actor, a clock and the epochs of its accesses."""
 
-    __slots__ = ("actor", "bits", "clock", "epochs", "time")
+    __slots__ = ("actor", "alone", "bits", "clock", "epochs", "time")
 
-    def __init__(self, actor: int, clock: Clock, bits: int, time: int = 1) -> None:
+    def __init__(self, actor: int, clock: Clock, bits: int, time: int = 1, alone: bool = True) -> None:
         self.actor = actor
+        self.alone = alone
+        """Whether no other lanes than these have used the actor: then one limit says what all its accesses so far are."""
         self.clock = clock
         """What all its lanes know. Its own limit is that of its last bar.warp.sync: what a lane did since is news to the other lanes."""
         self.bits = bits
@@ -110,8 +112,17 @@ class Track:
     def released(self) -> Clock:
         """A copy of the clock with everything that its lanes have done."""
         result = self.clock.copy()
-        result.limits[self.actor] = self.now
+        note_done(result, hz.ORDER, self.actor, self.bits, self.now, self.alone)
         return result
+
+
+def note_done(clock: Clock, plane: int, actor: int, bits: int, limit: int, whole: bool) -> None:
+    """Add to a clock what these lanes of an actor did up to a limit; whole: nobody else did anything under that actor."""
+    if whole:
+        clock.grow(actor + 1)
+        clock.table[plane, actor] = max(int(clock.table[plane, actor]), limit)
+    else:
+        clock.note_lanes(plane, actor, bits, limit)
 
 
 class Group:
@@ -146,7 +157,9 @@ class Warp:
         """Actor of the warp while it is whole; `actor` is that of the lanes that run."""
         self.track = Track(self.actor, Clock(np.zeros((hz.PLANES, cta.cluster.capacity), np.int64)), bits_of(self.mask))
         self.tracks: dict[int, Track] = {}
-        """Strands of diverged lanes, by their lowest lane."""
+        """The last strand of each actor of diverged lanes, by the lowest lane, and 32 more for each level of divergence within another."""
+        self.used_by: dict[int, int] = {}
+        """Lanes that have used such an actor, by the same number."""
         self.groups = [Group(0, self.mask, self.track)]
         self.group = self.groups[0]
         self.live_bits = self.group.bits
@@ -176,7 +189,9 @@ class Warp:
         self.acquired: list[Clock | None] = [None, None, None]
         """What relaxed reads have seen released, by how far away: a fence of that scope acquires it."""
         self.unsynced: Clock | None = None
-        """What diverged lanes did before they met the others again, ordered with those only by the next barrier of the warp."""
+        """What diverged lanes knew when they met the others again, who know it only after the next barrier of the warp."""
+        self.apart: dict[tuple[int, int], tuple[int, bool]] = {}
+        """What they did, likewise: (actor, lanes) to (limit, whether the actor is theirs alone)."""
         self.unsynced_bits = 0
         self.tensor_after: Array | None = None
         """Limits of the tcgen05 operations that a tcgen05.fence::after_thread_sync has ordered with those to come."""
@@ -194,16 +209,24 @@ class Warp:
         """The clock to publish at a release; a new epoch begins."""
         result = self.clock.copy()
         self._own(result, hz.ORDER)
-        if self.unsynced is not None and self.unsynced_bits & bits_of(self.mask):
+        bits = bits_of(self.mask)
+        if self.unsynced is not None and self.unsynced_bits & bits:
             result.join(self.unsynced)
+            self._note_apart(result, hz.ORDER, bits)
         self.track.tick()
         return result
+
+    def _note_apart(self, clock: Clock, plane: int, bits: int) -> None:
+        """Add to a clock what these lanes did while they had diverged: of a strand's accesses those of its lanes among them."""
+        for (actor, of), (limit, alone) in self.apart.items():
+            if of & bits:
+                note_done(clock, plane, actor, of & bits, limit, alone and not of & ~bits)
 
     def _own(self, clock: Clock, plane: int) -> None:
         """Add to a clock what the executing lanes themselves have done."""
         track = self.track
         bits = FULL_BITS if self.mask is ALL else bits_of(self.mask)
-        if bits == track.bits or bits == self.live_bits:
+        if track.alone and (bits == track.bits or bits == self.live_bits):
             clock.table[plane, track.actor] = track.now
         else:
             clock.note_lanes(plane, track.actor, bits, track.now)
@@ -211,19 +234,25 @@ class Warp:
     def sync_lanes(self) -> None:
         """bar.warp.sync: the executing lanes' accesses are ordered with each other's (9.7.13.3)."""
         if self.unsynced is not None:
+            bits = bits_of(self.mask)
             self.clock.join(self.unsynced)
-            self.unsynced = None
-            self.unsynced_bits = 0
+            self._note_apart(self.clock, hz.ORDER, bits)
+            self.apart = {(actor, of & ~bits): done for (actor, of), done in self.apart.items() if of & ~bits}
+            self.unsynced_bits &= ~bits
+            if not self.apart:
+                self.unsynced = None
         self._own(self.clock, hz.ORDER)
         self.track.tick()
 
     def fence_proxy(self, *planes: int) -> None:
         """Order what the executing lanes have done or know of in the sense of the planes."""
+        bits = bits_of(self.mask)
         for plane in planes:
             self.clock.fence(plane)
             self._own(self.clock, plane)
-            if self.unsynced is not None and self.unsynced_bits & bits_of(self.mask):
+            if self.unsynced is not None and self.unsynced_bits & bits:
                 self.unsynced.fence(plane)
+                self._note_apart(self.clock, plane, bits)
         self.track.tick()
 
     def _enter(self, group: Group) -> None:
@@ -238,18 +267,18 @@ class Warp:
         clock = self.clock.copy()
         clock.note_lanes(hz.ORDER, self.actor, bits, self.track.now)
         self.track.tick()
-        lowest = (bits & -bits).bit_length() - 1
-        known = self.tracks.get(lowest)
-        time = 1
-        if known is None:
-            actor = cta.cluster.lane_actor(self, lowest)
-            clock.grow(cta.cluster.capacity)
-        else:
-            actor = known.actor
-            time = known.time + 1
-            if not bits & ~known.bits:
-                clock.join(known.released())
-        track = self.tracks[lowest] = Track(actor, clock, bits, time)
+        if any(not bits & ~of for _, of in self.apart):
+            assert self.unsynced is not None
+            clock.join(self.unsynced)
+        self._note_apart(clock, hz.ORDER, bits)
+        key = (bits & -bits).bit_length() - 1
+        alive = {group.track.actor for group in self.groups}
+        while (known := self.tracks.get(key)) is not None and known.actor in alive:
+            key += WARP
+        actor = cta.cluster.lane_actor(self, key)
+        clock.grow(cta.cluster.capacity)
+        used_by = self.used_by[key] = self.used_by.get(key, 0) | bits
+        track = self.tracks[key] = Track(actor, clock, bits, known.time + 1 if known else 1, alone=used_by == bits)
         return track
 
     def _meet(self, group: Group, other: Group) -> None:
@@ -260,11 +289,20 @@ class Warp:
         if leave.actor == self.main or (keep.actor != self.main and other.bits.bit_count() > group.bits.bit_count()):
             keep, leave = leave, keep
         if self.unsynced is None:
-            self.unsynced = leave.released()
+            self.unsynced = leave.clock.copy()
         else:
-            self.unsynced.join(leave.released())
+            self.unsynced.join(leave.clock)
+        self.apart[leave.actor, leave.bits] = (leave.now, leave.alone)
         self.unsynced_bits |= leave.bits
         group.track = keep
+
+    def _left(self) -> Clock | None:
+        """What the lanes that have met others again knew and did."""
+        if self.unsynced is None:
+            return None
+        result = self.unsynced.copy()
+        self._note_apart(result, hz.ORDER, FULL_BITS)
+        return result
 
     # ------------------------------------------------------------------------------------------------------------ running
 
@@ -377,7 +415,7 @@ class Warp:
     def _exit(self, group: Group) -> None:
         gone = self.split[0]
         if self.cta.check:
-            self.cta.left(group.track.released(), self.unsynced)
+            self.cta.left(group.track.released(), self._left())
         self.live_bits &= ~bits_of(gone)
         rest = group.mask & ~gone
         if rest.any():

@@ -167,6 +167,44 @@ def test_lanes_of_a_warp_hand_over_by_bar_warp_sync(assemble, sync, kind):
     assert kinds(assemble(apart, shared=SHARED)) == kind
 
 
+HAND_OVER = """
+    setp.eq.u32 %p1, %tid, 0; mov.u32 %r9, bar; @%p1 mbarrier.init.shared.b64 [%r9], 1; bar.sync 0;
+    setp.ge.u32 %p2, %tid, 32; @%p2 bra READ;
+    shl.b32 %r1, %lane, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r1; setp.lt.u32 %p3, %lane, 4; setp.eq.u32 %p4, %lane, {leader};
+    {body}
+    bra DONE;
+    READ: mbarrier.try_wait.parity.acquire.cta.shared.b64 %p5, [%r9], 0; @!%p5 bra READ;
+    ld.shared.u32 %r3, [s+4];
+    DONE:
+"""
+ARRIVE = "mbarrier.arrive.release.cta.shared.b64 %rd9, [%r9];"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # All lanes; some, which have met the others again; some, one of which goes on alone.
+        f"st.shared.u32 [%r2], %lane; SYNC @%p4 {ARRIVE}",
+        f"@!%p3 bra JOIN; st.shared.u32 [%r2], %lane; JOIN: SYNC @%p4 {ARRIVE}",
+        f"@!%p3 bra JOIN; st.shared.u32 [%r2], %lane; JOIN: SYNC @!%p4 bra OVER; {ARRIVE} OVER:",
+        f"@!%p3 bra JOIN; st.shared.u32 [%r2], %lane; SYNC @!%p4 bra JOIN; {ARRIVE} JOIN:",
+        # The same lanes have been apart before.
+        f"@!%p3 bra MEET; add.u32 %r1, %r1, 0; MEET: @!%p3 bra JOIN; st.shared.u32 [%r2], %lane; JOIN: SYNC @!%p4 bra OVER; {ARRIVE} OVER:",
+    ],
+)
+@pytest.mark.parametrize("leader", [0, 1, 3])
+def test_an_arrival_releases_what_its_own_lane_did(assemble, body, leader):
+    """Lane 1 stores, the leader arrives: only a bar.warp.sync between the two makes it a hand-over, unless they are one."""
+
+    def found(sync: str) -> set[str]:
+        text = HAND_OVER.format(leader=leader, body=body.replace("SYNC", sync))
+        return kinds(assemble(text, shared=SHARED + " .shared .align 8 .b64 bar;"), threads=64)
+
+    assert found("") == (set() if leader == 1 else {"race"})
+    lanes = 0xF if "SYNC @!%p4 bra JOIN" in body else -1
+    assert found(f"bar.warp.sync {lanes};") == set()
+
+
 # -------------------------------------------------------------------------------------------------------- registers, local memory
 
 
