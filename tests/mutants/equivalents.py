@@ -49,12 +49,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "every register of the load is used before the thread signals, and a use waits for its load",
     ),
     Equivalent(
-        "sm_90a-attention", "^exchange keeps to one buffer", "",
-        "between two exchanges the warpgroup meets at the barrier that hands P over",
+        "d(256|512|128)-sm_90a-attention", "^exchange keeps to one buffer", "",
+        "between two exchanges the warpgroup meets at the barrier that hands P over, or O",
     ),
     Equivalent(
-        "attention", "^fence.proxy.async after the barrier", r"fence\.proxy\.async[^;]*;(?:(?!mbarrier\.arrive)[\s\S])*?bar\.sync",
+        "^(?!d128_sk).*attention", "^fence.proxy.async after the barrier", r"fence\.proxy\.async[^;]*;(?:(?!mbarrier\.arrive)[\s\S])*?bar\.sync",
         "the threads that issue the MMAs or copies execute the fence themselves, after the barrier", before=0,
+    ),
+    Equivalent(
+        "d128_sk-sm_90a-attention", "^fence.proxy.async after the barrier", "",
+        "the threads that issue the MMAs or copies execute the fence themselves, after the barrier", numbers=(0, 1, 2),
     ),
     Equivalent("sm_100a-attention", "^mbarrier wait (dropped|weakened)", "", f"softmax's wait for read factors: {_COMMIT}", numbers=(1,)),
     Equivalent("sm_100a-attention", "^mbarrier wait (dropped|weakened)", "", f"correct waits for P.V: {_COMMIT}", numbers=(4,)),
@@ -93,8 +97,17 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("d256-sm_90a-attention", "^wgmma.fence dropped", "", _ACCUMULATOR, numbers=(1, 3)),
     Equivalent("d512-sm_90a-attention", "^wgmma.fence dropped", "", _ACCUMULATOR, numbers=(1, 2, 3, 5, 6, 7)),
     Equivalent(
-        "sm_90a-attention", "^bar.warp.sync dropped", r"cp\.async\.bulk\.(?:commit_group|wait_group\.read)[\s\S]{0,120}bar\.warp\.sync",
+        "sm_90a-attention", "^bar.warp.sync dropped", r"cp\.async\.bulk\.(?:commit_group|wait_group\.read)[\s\S]{0,240}bar\.warp\.sync",
         "the leader, which copies and waits for its copies, is the lane that signals for the warp", after=0,
+    ),
+    Equivalent(
+        "d128_sk-sm_90a-attention", "^descriptor with double stride", "",
+        "8 rows of Q or P are one group of 8: the stride between groups leads nowhere", numbers=(*range(8), 17, 19, 21, 23),
+    ),
+    Equivalent(
+        "d128_sk-sm_90a-attention", "^bar.warp.sync dropped",
+        r"wait_group\.read[\s\S]{0,300}mbarrier\.arrive[^;]*;[\s\S]{0,60}bar\.warp\.sync",
+        "only where the lanes meet again: each has stored an O tile and signals for itself", before=16, after=0,
     ),
     Equivalent(
         "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*@%p\d+ bra[^;]*;[^;]{0,60}barrier\.cluster\.wait",

@@ -276,9 +276,14 @@ def subjects() -> tuple[Subject, ...]:
             without="^ring one slot|^parity kept",
         ),
         attention_subject("d512", "sm_90a", *SM90),
-        # Tiles of 8 rows, whose O waits where Q was: some of six are stored before the last, since Q needs their buffers.
+        # Tiles of 8 rows, whose O waits where Q was: of ten items in a CTA some are stored early, since Q needs their buffers. So many
+        # partitions that a merge by one CTA goes around the ring, and around Q's buffers.
         attention_subject(
-            "d128_sk", "sm_90a", {"keys": 140, "batch": 6, "ctas": 1, "group": 8}, *({"group": 8} | shape for shape in SM90[1:])
+            "d128_sk",
+            "sm_90a",
+            {"keys": 100, "batch": 10, "ctas": 1, "group": 8},
+            {"keys": 300, "partition_keys": 64, "ctas": 10, "group": 8},
+            {"keys": 1100, "partition_keys": 64, "ctas": 2, "group": 8, "clusters": False},
         ),
         attention_subject("d128", "sm_90a", *SM90_KEY_SPLIT),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
