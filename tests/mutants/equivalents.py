@@ -53,7 +53,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "between two exchanges the warpgroup meets at the barrier that hands P over, or O",
     ),
     Equivalent(
-        "^(?!d128_sk).*attention", "^fence.proxy.async after the barrier", r"fence\.proxy\.async[^;]*;(?:(?!mbarrier\.arrive)[\s\S])*?bar\.sync",
+        "^(?!d128_sk).*attention", "^fence.proxy.async after the barrier",
+        r"fence\.proxy\.async[^;]*;(?:(?!mbarrier\.arrive)[\s\S])*?bar\.sync",
         "the threads that issue the MMAs or copies execute the fence themselves, after the barrier", before=0,
     ),
     Equivalent(
