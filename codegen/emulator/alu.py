@@ -46,11 +46,31 @@ def into3(function: Callable[[Array, Array, Array], Any]) -> Lane:
     return call
 
 
+_BITS = ("b16", "b32", "b64")
+_WORDS = ("u32", "s32", "u64", "s64")
+_INTEGERS = ("u16", "s16", *_WORDS)
+_TYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("and", "or", "xor", "not"), ("pred", *_BITS)),
+    **dict.fromkeys(("cnot", "shl"), _BITS),
+    "shr": (*_BITS, *_INTEGERS),
+    **dict.fromkeys(("clz", "popc", "match"), ("b32", "b64")),
+    **dict.fromkeys(("addc", "subc"), _WORDS),
+    **dict.fromkeys(("sad", "rem"), _INTEGERS),
+    "szext": ("u32", "s32"),
+    "cvta": ("u32", "u64"),
+    "testp": ("f32", "f64"),
+}
+"""Types that the ISA gives instructions whose arithmetic other types have not."""
+
+
 def kind_of(asm: Assembler, words: list[str]) -> str:
-    """The operand type: the last modifier."""
+    """The operand type: the last modifier. Predicates are for logic and mov alone."""
     kind = words[-1] if words else ""
     if kind not in KINDS and kind not in _FLOATS:
         raise asm.error(f"{asm.instruction.opcode}: {kind!r} is not a type")
+    name = asm.instruction.opcode.partition(".")[0]
+    if kind not in _TYPES.get(name, (kind,)) or (kind == "pred" and name not in ("and", "or", "xor", "not", "mov")):
+        raise asm.error(f"{asm.instruction.opcode}: {name} has no type .{kind}")
     return kind
 
 
@@ -160,7 +180,7 @@ def _sub(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 @instruction("addc", "subc")
 def _addc(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.2.2, 9.7.2.4"""
-    return _with_carry(asm, words[-1], ins.opcode.startswith("sub"), True, "cc" in words)
+    return _with_carry(asm, kind_of(asm, words), ins.opcode.startswith("sub"), True, "cc" in words)
 
 
 def high_product(a: Array, b: Array) -> Array:
@@ -971,6 +991,8 @@ def _mov_vector(asm: Assembler, kind: str, target: Operand, value: Operand) -> S
         if not isinstance(value, Register):
             constant = asm.source(value, f"u{8 * size}")
             whole = asm.slots[constant].value
+            if not isinstance(whole, np.ndarray):
+                raise asm.error("mov takes several registers' worth from a register or a constant only")
             for i, item in enumerate(items):
                 pieces = np.ascontiguousarray(whole.view(KINDS[view])[i :: len(items)])
                 pairs.append((_whole_destination(asm, item, part), asm.constant(pieces)))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import hazards as hz
-from .alu import Steps
+from .alu import Steps, kind_of
 from .decode import KINDS, Assembler, instruction, kind_bytes, uniform
 from .machine import ALL, FULL_BITS, LANES, NONE_BYTES, RETRY, SPLIT, WARP, YIELD, Warp, bits_of, mask_of
 from .machine import EXIT as EXIT_CODE
@@ -387,7 +387,7 @@ def _elect(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 def _match(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.13.13"""
     mode = words[0]
-    kind = "u" + words[-1][1:]
+    kind = "u" + kind_of(asm, words)[1:]
     target, value, member = asm.operands(3)
     pair = isinstance(target, Pair)
     d = asm.destination(target.first if isinstance(target, Pair) else target, "u32")

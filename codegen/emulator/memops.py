@@ -396,7 +396,7 @@ def _cvta(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     to_space = "to" in words
     space = space_of(words)
     operands = asm.operands(2)
-    kind = "u" + words[-1][1:]
+    kind = kind_of(asm, words)
     d = asm.destination(operands[0], kind)
     base = WINDOWS.get(space, 0)
     offset = (-base if to_space else base) & 0xFFFF_FFFF_FFFF_FFFF

@@ -6,6 +6,7 @@ FA4GEN_FUZZ_SEED on, and prints what would have to become a test here.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -50,7 +51,7 @@ MODIFIERS = re.findall(
     "noComplete m16n8k8 m16n8k16 m64n8k16 m64n256k16 row col x1 x2 x4 x128 trans m8n8 fence mma_async commit wait alloc dealloc "
     "relinquish_alloc_permit ld st cp mma ws cta_group::1 cta_group::2 kind::f16 kind::tf32 16x64b 32x32b 16x256b wait::ld wait::st "
     "before_thread_sync after_thread_sync up down bfly idx match warp l r clamp wrap shiftamt to f4e rc8 128x256b 4x256b warpx4 normal "
-    "finite xorsign abs collector::a::fill pack::16b unpack::16b"
+    "finite xorsign abs collector::a::fill pack::16b unpack::16b",
 )
 OPERANDS = (
     "%r1", "%r2", "%r3", "%rd1", "%rd2", "%f1", "%f2", "%p1", "!%p2", "%h1", "%d1", "%r1|%p1", "%p1|%p3", "_", "%tid.x", "%laneid", "table",
@@ -232,14 +233,17 @@ def run_case(seed: int) -> str | None:
         ("", ".global .u32 x = 1e999;", "not a number"),
         ("", ".global .u32 x = 18446744073709551616;", "does not fit 64 bits"),
         ("mov.u32 %r1, 99999999999999999999999999;", "", "does not fit 64 bits"),
-        ("addc;", "", "a modifier is missing"),
+        ("addc;", "", "is not a type"),
         ("bar;", "", "a modifier is missing"),
         ("set.eq %r1, %r2, %r3;", "", "a modifier is missing"),
         ("createpolicy.fractional;", "", "there are only 0 operands"),
         ("prmt.b32.x128 %r1, %r2, %r3, %r4;", "", ".x128 is not supported"),
         ("dp4a.wait::ld.u32 %r1, %r2, %r3, %r4;", "", ".wait::ld is not supported"),
-        ("match.any.sync.inval %r1, %r2, %r3;", "", ".unval is not supported"),
+        ("match.any.sync.inval %r1, %r2, %r3;", "", "is not a type"),
         ("mov.u32 %r1, %q1;", "", "128-bit registers"),
+        ("mov.u32 {%h1, %h2}, %tid.x;", "", "from a register or a constant only"),
+        ("or.f64 %rd1, %rd2, %rd3;", "", "or has no type .f64"),
+        ("testp.finite.b32 %p1, %r1;", "", "testp has no type .b32"),
         ("mov.u32 %r5, 300000; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 32;", "", None),
         ("mov.u32 %r5, 300000; mbarrier.init.shared.b64 [%r5], 1; mbarrier.arrive.shared.b64 _, [%r5];", "", None),
     ],
@@ -254,6 +258,48 @@ def test_what_fuzzing_found(body, module, words):
     with pytest.raises(PtxError, match=words) as error:
         Program.from_ptx(text).launch("k", 1, 32, 0, args)
     assert re.match(r"PTX line \d+: ", str(error.value))
+
+
+TYPES = [
+    "pred",
+    "u8",
+    "s8",
+    "b8",
+    "u16",
+    "s16",
+    "b16",
+    "u32",
+    "s32",
+    "b32",
+    "u64",
+    "s64",
+    "b64",
+    "f16",
+    "bf16",
+    "f32",
+    "f64",
+    "f16x2",
+    "bf16x2",
+    "b128",
+]
+REGISTERS = {"pred": "%p", "8": "%h", "16": "%h", "32": "%r", "64": "%rd", "128": "%q", "16x2": "%r"}
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_instruction_takes_or_refuses_every_type(part):
+    """With one to four registers of that size: no other exception than one that names the line."""
+    found = []
+    for opcode, kind, count in itertools.product(sorted(TABLE)[part::PARTS], TYPES, range(1, 5)):
+        register = REGISTERS[kind if kind == "pred" else kind.lstrip("usbf")]
+        text = FRAME.format(body=f"{opcode}.{kind} {', '.join(f'{register}{i}' for i in range(count))};")
+        try:
+            Program.from_ptx(text).launch("k", 1, 32, 0, [np.zeros(64, np.float32), bytes(128)], check=False, budget=2000)
+        except (PtxError, LaunchError):
+            continue
+        except Exception as error:
+            found.append(f"{opcode}.{kind} with {count}: {error!r}")
+    assert not found, "\n".join(found[:5])
 
 
 def test_a_defect_of_the_emulator_is_not_taken_for_a_fault_of_the_ptx(monkeypatch, tmp_path, capsys):
