@@ -471,6 +471,8 @@ def _mma(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     c_rows = vector_registers(asm, c, 4) if isinstance(c, Vector) and not _constant(c) else None
     a_rows, b_rows = vector_registers(asm, a, k // 4), vector_registers(asm, b, k // 8)
     c_sources = [asm.source(o, "f32") for o in c.items] if isinstance(c, Vector) else []
+    if len(c_sources) != 4:
+        raise asm.error(f"{ins.opcode}: C is a vector of 4 registers or constants")
     a_map, b_map, (rows, cols) = mma_a_fragment(k), mma_b_fragment(k), mma_d_fragment()
 
     def step(w: Warp, r: list[Any]) -> None:

@@ -226,6 +226,9 @@ def run_case(seed: int) -> str | None:
     return None
 
 
+MMA = "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r1, %r2}, {%r3}, "
+
+
 @pytest.mark.parametrize(
     ("body", "module", "words"),
     [
@@ -243,6 +246,8 @@ def run_case(seed: int) -> str | None:
         ("mov.u32 %r1, %q1;", "", "128-bit registers"),
         ("mov.u32 {%h1, %h2}, %tid.x;", "", "from a register or a constant only"),
         ("or.f64 %rd1, %rd2, %rd3;", "", "or has no type .f64"),
+        (MMA + "{" + ", ".join(["0f00000000"] * 5) + "};", "", "C is a vector of 4"),
+        (MMA + "%f5;", "", "C is a vector of 4"),
         ("testp.finite.b32 %p1, %r1;", "", "testp has no type .b32"),
         ("mov.u32 %r5, 300000; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 32;", "", None),
         ("mov.u32 %r5, 300000; mbarrier.init.shared.b64 [%r5], 1; mbarrier.arrive.shared.b64 _, [%r5];", "", None),
