@@ -356,6 +356,21 @@ class Sm100Fp8Geometry(Sm100FeatureGeometry):
         """Scales of K in a key tile; 0 with scales of heads."""
         return self.block_keys // self.scale_keys if self.scale_keys else 0
 
+    @property
+    def part_runs(self) -> int:
+        """Those of a part's keys."""
+        return self.s_cols // self.scale_keys if self.scale_keys else 0
+
+    @property
+    def scale_buffers(self) -> int:
+        """Key tiles of a warpgroup whose scales are in shared memory at once."""
+        return SCALE_BUFFERS
+
+    @property
+    def scale_values(self) -> int:
+        """Numbers of a run of keys: the scale of K, and of V's its logarithm and its inverse."""
+        return SCALES
+
 
 def _region(regions: tuple[Region, ...], name: str) -> Region:
     for region in regions:

@@ -48,7 +48,7 @@ KEY_STEP_O_ELEMENTS = 2_048  # of a warp's O, 64 registers a lane: beyond it, th
 MERGE_READS = 8  # 16-byte reads of partitions that a thread has in flight: enough to hide shared memory's latency
 TWO_BATCHES_O_ELEMENTS = 8_192  # of O, 64 registers a thread: they leave room for a second batch of K or V
 HELD_TILES = 4  # a batch of 128 gives a CTA four items of four KV heads
-HELD_BYTES = 32_768
+HELD_BYTES = 32_768  # of those tiles at most
 SECOND_Q_RING_BYTES = 98_304  # a ring of 96 KiB already keeps the memory busy; what is beyond may go to a second Q buffer
 # A ring of 96 KiB already keeps the memory busy where nothing is computed; where 32 rows are, 128 KiB do and 96 KiB are 2% slower.
 FULL_RING_BYTES = 131_072
@@ -280,7 +280,8 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     limits = (FULL_RING_BYTES, LEAST_RING_BYTES)
     max_cluster = next((cluster for least in limits for cluster in clusters if most_slots(2, cluster) * slot_bytes >= least), 1)
     q_buffers = 2 if max_cluster > 1 or most_slots(2, 1) * slot_bytes >= SECOND_Q_RING_BYTES else 1
-    # O waits in Q's buffers: see store_held in the template. The ring gives up to 24 KiB for it, which it has beyond what the memory needs.
+    # O waits in Q's buffers, see store_held in the template: where every item of an unsplit launch has work, so not with ragged queries, of
+    # which some have no tile. The ring gives up to 24 KiB for it, which it has beyond what the memory needs.
     held_tiles = 1
     if out_region == "q" and warpgroups == 1 and not config.ragged_queries and HELD_TILES * q_bytes <= HELD_BYTES:
         q_buffers = held_tiles = HELD_TILES

@@ -185,7 +185,7 @@ MUTANTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "scales are not waited for": (
         "d256",
         FP8_PAGES | PAGED | {"page_size": 16},
-        "wait(smem + SCALES_FULL_OFFSET + (at.warpgroup * 2 + round % 2) * MBARRIER_BYTES, round / 2 & 1);",
+        "wait(scales_full(smem, at.warpgroup, round), round / SCALE_BUFFERS & 1);",
         "",
     ),
     "the sink joins every partition": ("d256", {"sinks": True}, "split ? MINUS_INFINITY : row_sink", "row_sink"),

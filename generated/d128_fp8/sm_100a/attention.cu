@@ -133,10 +133,12 @@ constexpr unsigned RING_FULL_OFFSET = 224448;
 constexpr unsigned RING_EMPTY_OFFSET = 224464;
 constexpr unsigned RAW_FULL_OFFSET = 224480;
 constexpr unsigned RAW_EMPTY_OFFSET = 224536;
-constexpr unsigned SCALES_OFFSET = 224256;  // [WARPGROUPS][2][3][SCALE_RUNS] float: of K, log2 and inverse of V's
+constexpr unsigned SCALES_OFFSET = 224256;  // [WARPGROUPS][SCALE_BUFFERS][SCALE_VALUES][SCALE_RUNS] float: of K, log2 and inverse of V's
 constexpr unsigned SCALE_KEYS = 64;      // keys of a page among a part's
-constexpr unsigned SCALE_RUNS = BLOCK_KEYS / SCALE_KEYS;
-constexpr unsigned PART_RUNS = S_COLS / SCALE_KEYS;
+constexpr unsigned SCALE_RUNS = 4;      // of a key tile
+constexpr unsigned PART_RUNS = 1;       // of a part of it
+constexpr unsigned SCALE_BUFFERS = 2;   // key tiles of a warpgroup
+constexpr unsigned SCALE_VALUES = 3;
 constexpr unsigned SCALES_FULL_OFFSET = 224688;
 constexpr float SMALLEST_V_SCALE = 5.421010862e-20f;  // 2^-64
 constexpr unsigned S_FULL_OFFSET = 224592;
@@ -1060,7 +1062,12 @@ __device__ __forceinline__ void multiply(const Item& item, unsigned smem, unsign
 // Scales of a key tile's runs of SCALE_KEYS keys: of K, then log2 of V's, then its inverse. That of V joins the exponent, so that P has it and
 // a maximum is one of what P becomes; row sums take it out again.
 __device__ __forceinline__ float* scales_at(unsigned char* smem_bytes, unsigned warpgroup, unsigned round) {
-    return reinterpret_cast<float*>(smem_bytes + SCALES_OFFSET) + (warpgroup * 2 + round % 2) * (3 * SCALE_RUNS);
+    return reinterpret_cast<float*>(smem_bytes + SCALES_OFFSET) + (warpgroup * SCALE_BUFFERS + round % SCALE_BUFFERS) * (SCALE_VALUES * SCALE_RUNS);
+}
+
+// The mbarrier of these scales, `scales`: ScaleReader::write completes it, softmax waits for it.
+__device__ __forceinline__ unsigned scales_full(unsigned smem, unsigned warpgroup, unsigned round) {
+    return smem + SCALES_FULL_OFFSET + (warpgroup * SCALE_BUFFERS + round % SCALE_BUFFERS) * MBARRIER_BYTES;
 }
 
 // Scales of one key tile after another, by the correction warps: pages are looked up two tiles ahead of what is written, their scales read one
@@ -1104,7 +1111,7 @@ struct ScaleReader {
                 scales[2 * SCALE_RUNS + run] = ptx_rcp_approx_ftz(positive);
             }
         }
-        arrive_warp(smem + SCALES_FULL_OFFSET + (warpgroup * 2 + round % 2) * MBARRIER_BYTES, thread % 32);
+        arrive_warp(scales_full(smem, warpgroup, round), thread % 32);
     }
 };
 
@@ -1160,7 +1167,7 @@ __device__ __forceinline__ void softmax(Row& state, const Problem& p, const Item
         // S may be overwritten once stage 0 of P is handed over.
         ptx_tcgen05_wait_ld();
         // The correction warps have written the scales of this tile.
-        wait(smem + SCALES_FULL_OFFSET + (at.warpgroup * 2 + round % 2) * MBARRIER_BYTES, round / 2 & 1);
+        wait(scales_full(smem, at.warpgroup, round), round / SCALE_BUFFERS & 1);
         const float* const scales_of_keys = scales_at(smem_bytes, at.warpgroup, round) + at.part * PART_RUNS;
 #pragma unroll
         for (unsigned run = 0; run < PART_RUNS; ++run) {
@@ -1507,7 +1514,7 @@ fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_sm100a(
             ptx_mbarrier_init(smem + RAW_FULL_OFFSET + slot * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + RAW_EMPTY_OFFSET + slot * MBARRIER_BYTES, CONVERT_WARPS);
         }
-        for (unsigned buffer = 0; buffer < WARPGROUPS * 2; ++buffer) ptx_mbarrier_init(smem + SCALES_FULL_OFFSET + buffer * MBARRIER_BYTES, 4);
+        for (unsigned buffer = 0; buffer < WARPGROUPS * SCALE_BUFFERS; ++buffer) ptx_mbarrier_init(smem + SCALES_FULL_OFFSET + buffer * MBARRIER_BYTES, 4);
         for (unsigned warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
             ptx_mbarrier_init(smem + S_FULL_OFFSET + warpgroup * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + P_READY_OFFSET + warpgroup * P_STAGES * MBARRIER_BYTES, 8);
