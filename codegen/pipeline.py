@@ -42,7 +42,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Arrival:
-    """`count` arrivals a phase of one role: an mbarrier.arrive of so many warps, one that announces bytes, or a commit behind MMAs.
+    """`count` arrivals a phase of one role: by mbarrier.arrive of its warps or of its threads, one that announces bytes, or a commit behind MMAs.
 
     each_cta: as many come from every CTA of the cluster.
     """
@@ -286,7 +286,8 @@ def _mbarriers_sm90(geo: Sm90Geometry) -> list[Mbarrier]:
 
     consumers = _softmax_roles(geo)
     key_split = isinstance(geo, Sm90KeySplitGeometry)
-    readers = geo.row_warps if isinstance(geo, Sm90KeySplitGeometry) else WARPS
+    # Shared-key: the threads, since those that merge partitions give a slot back one by one.
+    readers = geo.row_warps if isinstance(geo, Sm90KeySplitGeometry) else WARPGROUP_THREADS
     result = []
     for slot in range(geo.ring_slots):
         w = slot // geo.slots_per_ring

@@ -443,12 +443,12 @@ MUTANTS = {
         "count as bytes.",
     ),
     "slots are released while they are read": (
-        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) ptx_mbarrier_arrive(previous);",
-        "if (at.lane == 0) ptx_mbarrier_arrive(previous);\n    ptx_wgmma_wait_group<0>();",
+        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) release_slot(previous);",
+        "if (at.lane == 0) release_slot(previous);\n    ptx_wgmma_wait_group<0>();",
     ),
     "scores are used before they are there": (
-        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) ptx_mbarrier_arrive(previous);\n}\n\n// O^T",
-        "if (at.lane == 0) ptx_mbarrier_arrive(previous);\n}\n\n// O^T",
+        "ptx_wgmma_wait_group<0>();\n    if (at.lane == 0) release_slot(previous);\n}\n\n// O^T",
+        "if (at.lane == 0) release_slot(previous);\n}\n\n// O^T",
     ),
     "a handover is overwritten": (
         "writes of this one.\n    ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);",

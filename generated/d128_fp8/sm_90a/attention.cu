@@ -239,6 +239,11 @@ __device__ __forceinline__ void ptx_mbarrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// `count` arrivals at the mbarrier at once; releases this thread's earlier accesses. PTX ISA "mbarrier.arrive".
+__device__ __forceinline__ void ptx_mbarrier_arrive_count(unsigned barrier, unsigned count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Announces `bytes` of copies to the current phase, then arrives once. PTX ISA "mbarrier.arrive", .expect_tx.
 __device__ __forceinline__ void ptx_mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -678,7 +683,7 @@ __device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
 
 // --- rings -----------------------------------------------------------------------------------------------------------
 
-// Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's four warps have read it;
+// Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's warps have read it;
 // the n-th use of a slot is the phase of parity n % 2 of both.
 struct Cursor {
     unsigned slot = 0, parity = 0;
@@ -921,6 +926,11 @@ __device__ __forceinline__ float4 quad_of(const float (&fragment)[Tile::FRAGMENT
     return make_float4(fragment[quad * 4], fragment[quad * 4 + 1], fragment[quad * 4 + 2], fragment[quad * 4 + 3]);
 }
 
+// Gives a slot of the ring back for the whole warp. mbarrier: its `empty`, at which every thread of the consumer arrives.
+__device__ __forceinline__ void release_slot(unsigned mbarrier) {
+    ptx_mbarrier_arrive_count(mbarrier, 32);
+}
+
 // What a consumer warp knows about its place.
 struct Place {
     unsigned warpgroup, warp, lane;  // warp within the warpgroup: its key slice and depth band
@@ -978,7 +988,7 @@ __device__ __forceinline__ void prepare_queries(unsigned char* q_tile, unsigned 
 __device__ __forceinline__ void release(const Place& at, unsigned slot) {
     ptx_fence_proxy_async();
     __syncwarp();
-    if (at.lane == 0) ptx_mbarrier_arrive(at.empty + slot * MBARRIER_BYTES);
+    if (at.lane == 0) release_slot(at.empty + slot * MBARRIER_BYTES);
 }
 
 // S^T = K . Q^T. Waits: `full` of each K slot (the copies of load_keys_values). Signals: `empty` of each.
@@ -1341,10 +1351,10 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
                         own[2] = __fmaf_rn(weight[quad * 2], part.z, own[2]);
                         own[3] = __fmaf_rn(weight[quad * 2 + 1], part.w, own[3]);
                     }
-                // These were ordinary reads; the copy that refills the slot belongs to the other proxy and could overtake them.
+                // These were ordinary reads; the copy that refills the slot belongs to the other proxy and could overtake them. Each
+                // thread gives its own back: one that did so for the warp would be as right, but racecheck does not follow that.
                 ptx_fence_proxy_async();
-                __syncwarp();
-                if (at.lane == 0) ptx_mbarrier_arrive(at.empty + ring.slot * MBARRIER_BYTES);
+                ptx_mbarrier_arrive(at.empty + ring.slot * MBARRIER_BYTES);
                 ring.advance(Tile::SLOTS_PER_RING);
             }
     }
@@ -1522,8 +1532,8 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         ptx_prefetch_tensormap(&k_map);
         ptx_prefetch_tensormap(&v_map);
         for (unsigned slot = producer * Tile::SLOTS_PER_RING; slot < (producer + 1) * Tile::SLOTS_PER_RING; ++slot) {
-            ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);   // the producer; the copy's bytes follow
-            ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 4);  // the consumer's warps
+            ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);     // the producer; the copy's bytes follow
+            ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 128);  // the consumer's threads
         }
         ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
         ptx_fence_mbarrier_init();

@@ -674,7 +674,7 @@ __device__ __forceinline__ int row_sees(const Problem& p, const Item& item, unsi
 
 // --- rings -----------------------------------------------------------------------------------------------------------
 
-// Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's four warps have read it;
+// Where a role is in a ring. A slot's `full` completes when its copy has landed, its `empty` when the consumer's warps have read it;
 // the n-th use of a slot is the phase of parity n % 2 of both.
 struct Cursor {
     unsigned slot = 0, parity = 0;
