@@ -42,7 +42,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Arrival:
-    """`count` arrivals a phase of one role: by mbarrier.arrive of its warps or of its threads, one that announces bytes, or a commit behind MMAs.
+    """`count` arrivals a phase of one role: by mbarrier.arrive of its warps or threads, one that announces bytes, or a commit behind MMAs.
 
     each_cta: as many come from every CTA of the cluster.
     """

@@ -2,9 +2,10 @@
 
     python tests/mutants/sanitizers.py plan FOLDER            anywhere: chooses mutants, runs the emulator on them
     python tests/mutants/sanitizers.py run FOLDER [SECONDS]   on the GPU: runs each mutant alone and under each tool
-    python tests/mutants/sanitizers.py racecheck FOLDER       on the GPU: racecheck on hand-overs in a cluster, the smallest and d512's
+    python tests/mutants/sanitizers.py clean FOLDER [SECONDS] on the GPU: every unchanged kernel under each tool
     python tests/mutants/sanitizers.py table FOLDER           prints the table
 
+The compute-sanitizer is the first on PATH: 2026.4 (CUDA 13.5) knows st.async and indirect barriers in clusters, 2025.3 (13.0) does not.
 Every launch is a process of its own with a time limit, for mutants hang and crash. The driver compiles the mutant's PTX. What a tool
 already reports on the unchanged kernel is no find, so a mutant counts only for tools that are silent on the same launch of the original.
 """
@@ -71,15 +72,9 @@ def chosen(subjects: list[Any]) -> list[Any]:
 
 
 def plan(folder: Path) -> None:
-    from fa4gen.codegen import compiler, render
-    from fa4gen.codegen.config import load_config
     from mutants.subjects import execute
 
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {"d512": ("attention.cu", render.render(load_config("d512"), "sm_90a")["attention.cu"])}
-    sources["handover"] = ("cluster_handover.cu", (Path(__file__).parent / "cluster_handover.cu").read_text())
-    for name, (file, text) in sources.items():
-        (folder / f"{name}.cubin").write_bytes(compiler.compile_source(text, "sm_90a", file, line_info=True).cubin)
     items = catalogue()
     subjects = [subject_of(item) for item in items]
     originals = []
@@ -93,7 +88,7 @@ def plan(folder: Path) -> None:
         place = subjects.index(mutant.subject)
         found: set[str] = set()
         trial = mutant.trials[0]
-        # The launch that merges in a cluster comes last: racecheck reports the unchanged kernel there.
+        # The launch that merges in a cluster comes last: racecheck of CUDA 13.0 does not come to an end there.
         for trial in sorted(mutant.trials, key=(0, 2, 1).index):
             found = execute(mutant.program, mutant.subject.trials[trial](), mutant.subject.baseline[trial][0], 0)
             if found & set(mutant.kinds):
@@ -127,10 +122,7 @@ def one(folder: Path, subject: int, trial: int, ptx: str, limit: float) -> None:
     from fa4gen.codegen.backends import BackendError, Compiled
     from fa4gen.codegen.backends.cuda import CudaBackend
 
-    if subject < 0:
-        one_trial = handover(HANDOVERS[trial])
-    else:
-        one_trial = subject_of(json.loads((folder / "plan.json").read_text())["subjects"][subject]).trials[trial]()
+    one_trial = subject_of(json.loads((folder / "plan.json").read_text())["subjects"][subject]).trials[trial]()
     try:
         backend = CudaBackend(repeats=0, time_limit=limit)
         # The driver takes a CUBIN or the text of PTX.
@@ -223,25 +215,87 @@ def run(folder: Path, seconds: float) -> None:
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
 
-def racecheck(folder: Path) -> None:
-    """What racecheck says of hand-overs in a cluster, and of d512's merge in one, with source lines; written to FOLDER/racecheck-*.txt."""
-    tool = [sanitizer(), "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "200", "--show-backtrace", "no"]
-    # SM90's launches of d512: without partitions, merged in a cluster, merged without one.
-    jobs = [(-1, number, "handover.cubin", name) for number, name in enumerate(HANDOVERS)]
-    jobs += [(4, number, "d512.cubin", f"d512-{number}") for number in range(3)]
+def launches() -> list[tuple[str, str]]:
+    """Every sm_90a launch that has to be clean, as (what, which): the catalogue's, and the sweep's of every shipped attention kernel."""
+    import test_shipped_clean as sweep
 
-    def work(job: tuple[int, int, str, str]) -> None:
-        subject, trial, file, name = job
-        command = [*tool, sys.executable, __file__, "one", str(folder), str(subject), str(trial), file, "40"]
+    subjects = [(f"subject {place}", str(trial)) for place, item in enumerate(catalogue()) for trial in range(len(item["shapes"]))]
+    kernels = dict.fromkeys(name for name, arch, _, _ in sweep.attention_cases() if arch == "sm_90a")
+    split = {name for name in kernels if not sweep.load_shipped(name).shared_key}
+    return subjects + [(name, shape) for name in kernels for shape in (sweep.SHAPES[:2] if name in split else sweep.SHAPES)]
+
+
+def launch_once(what: str, which: str, limit: float) -> None:
+    """One of `launches()`, or a hand-over of cluster_handover.cu, in this process; the last line printed says how it ended."""
+    import numpy as np
+    import test_shipped_clean as sweep
+
+    from fa4gen.codegen import compiler
+    from fa4gen.codegen.backends import BackendError
+    from fa4gen.codegen.backends.cuda import CudaBackend
+    from mutants.subjects import Trial
+
+    if what == "handover":
+        source, file = (Path(__file__).parent / "cluster_handover.cu").read_text(), "cluster_handover.cu"
+        trial = handover(which)
+    elif what.startswith("subject "):
+        item = catalogue()[int(what.split()[1])]
+        file = "unit.cu" if item["entry"] else "attention.cu"
+        source = sweep.render(sweep.load_shipped(item["config"]), "sm_90a")[file]
+        trial = subject_of(item).trials[int(which)]()
+    else:
+        file, rows = "attention.cu", (1, sweep.load_shipped(what).group or 8)
+        source = sweep.render(sweep.load_shipped(what), "sm_90a")[file]
+        inputs, expected, _ = sweep.problem(what, "sm_90a", which, rows)
+        inputs.plain_out[:] = np.nan
+
+        def right() -> bool:
+            return bool(np.linalg.norm(inputs.plain_out.astype(np.float64) - expected) <= 4e-3 * np.linalg.norm(expected))
+
+        trial = Trial(sweep.launch_of(what, "sm_90a", which, rows), right)
+    try:
+        # Compiled by NVRTC, and kept by content: only the first of the tools waits for it.
+        CudaBackend(repeats=0, time_limit=limit).run(compiler.compile_source(source, "sm_90a", file), trial.launch)
+        print("VERDICT right" if trial.right() else "VERDICT wrong", flush=True)
+    except BackendError as error:
+        print(f"VERDICT {'hang' if 'did not end' in str(error) else 'error'}: {error}", flush=True)
+    # A kernel that hangs would keep an orderly exit waiting.
+    os._exit(0)
+
+
+def clean(folder: Path, seconds: float) -> None:
+    """All of `launches()` under every tool, the hand-overs under racecheck: counts in FOLDER/clean.json, reports in clean-*.txt."""
+    end = time.monotonic() + seconds
+    folder.mkdir(parents=True, exist_ok=True)
+    known = subprocess.run([sanitizer(), "--version"], capture_output=True, text=True, check=False).stdout.split("Version ")[-1].split()
+    jobs = [(*launch, tool) for tool in ("racecheck", *TOOLS) for launch in launches()]
+    jobs = list(dict.fromkeys([*jobs, *(("handover", name, "racecheck") for name in HANDOVERS)]))
+    counts: dict[str, dict[str, str]] = {}
+
+    def work(job: tuple[str, str, str]) -> None:
+        what, which, tool = job
+        limit = min(90.0, end - time.monotonic())
+        if limit < 10:
+            return
+        options = ["--racecheck-report", "all"] if tool == "racecheck" else []
+        prefix = [sanitizer(), "--tool", tool, *options, "--print-limit", "20", "--show-backtrace", "no"]
+        command = [*prefix, sys.executable, __file__, "once", what, which, str(limit - 5)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
         try:
-            output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
-        except subprocess.TimeoutExpired as error:
-            output = f"{error.output!r}\nTIMEOUT"
-        (folder / f"racecheck-{name}.txt").write_text(output)
-        print(name, *re.findall(r"VERDICT.*|RACECHECK SUMMARY.*|TIMEOUT", output), flush=True)
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            output = (process.communicate()[0] or "") + "\nVERDICT hang: killed"
+        found = re.findall(r"SUMMARY: (?:\d+ hazards displayed \()?(.*?)\)?$", output, re.MULTILINE)
+        verdict = (re.findall(r"VERDICT (.*)", output) or ["error: no verdict"])[-1]
+        counts.setdefault(f"{what}, {which}", {})[tool] = f"{found[-1] if found else 'no summary'}; {verdict}"
+        print(f"{what}, {which} [{tool}]: {counts[f'{what}, {which}'][tool]}", flush=True)
+        if not found or not found[-1].startswith("0 errors"):
+            (folder / f"clean-{what}-{which}-{tool}.txt".replace(" ", "-")).write_text(output[:20_000])
 
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(work, jobs))
+    (folder / "clean.json").write_text(json.dumps({"compute-sanitizer": known[:1], "launches": counts}, indent=1))
 
 
 def table(folder: Path) -> None:
@@ -278,8 +332,10 @@ def main() -> None:
         plan(Path(folder))
     elif command == "one":
         one(Path(folder), int(rest[0]), int(rest[1]), rest[2], float(rest[3]))
-    elif command == "racecheck":
-        racecheck(Path(folder))
+    elif command == "once":
+        launch_once(folder, rest[0], float(rest[1]))
+    elif command == "clean":
+        clean(Path(folder), float(rest[0]) if rest else 600)
     elif command == "run":
         run(Path(folder), float(rest[0]) if rest else 600)
     else:
