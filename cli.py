@@ -189,7 +189,9 @@ def inspect(ref: str, **options: Any) -> int:
 @click.option(
     "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."
 )
-@click.option("--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd; default: decode.")
+@click.option(
+    "--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd, features, models; default: decode."
+)
 @click.option("--out", callback=_folder, help="Folder of the JSON and the plot; default: bench/results of the checkout.")
 @click.option("--peers", default="auto", show_default=True, help="auto: all that are installed; none; or names with commas.")
 @click.option("--repeats", type=click.IntRange(min=3), default=40, show_default=True, help="Timed launches under each L2 flush.")
@@ -209,7 +211,9 @@ def bench(refs: tuple[str, ...], **options: Any) -> int:
 @click.option(
     "--cell", "cells", metavar="NAME=N,...", multiple=True, help="Such as depth=512,batch=16,keys=8192,q_len=1,heads=32,kv_heads=4."
 )
-@click.option("--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd; default: decode.")
+@click.option(
+    "--cells", "cells_ref", metavar="FILE|NAME", help="Cells of a YAML file, or decode, published, odd, features, models; default: decode."
+)
 @click.option("--field", "fields", multiple=True, metavar="NAME", help="Tune only this field.  Repeatable; default: all that are tuned.")
 @click.option("--repeats", type=click.IntRange(min=3), default=15, show_default=True, help="Timed launches under each L2 flush.")
 @click.option("--dry-run", is_flag=True, help="Print the table and leave the file as it is.")
