@@ -649,8 +649,7 @@ class Attention:
 
         q: [batch, q_len, q_heads, d], or [total_q, q_heads, d] with cu_seqlens_q; bfloat16 or float16, contiguous; d: 64, 128, 256 or 512.
         k, v: [batch, keys, kv_heads, d], or pages [pages, page, kv_heads, d] with block_table; kv_layout "HND" swaps their middle axes. q's
-        dtype, or float8_e4m3fn with k_scale and v_scale. d is contiguous, other strides are multiples of 16 bytes; on sm_90a KV heads in
-        pages of 16 or 32 keys of 16 bits are a multiple of 128 bytes apart where d is above 64.
+        dtype, or float8_e4m3fn with k_scale and v_scale. d is contiguous, other strides are multiples of 16 bytes.
         All arrays are of one framework with DLPack and on one GPU. numpy arrays run on the emulator, for tests: seconds, not microseconds.
 
         config: a Config, or its name or file; default: generated from what the call asks.

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 H200_SMS = 132
 TMA_STRIDE_BYTES = 16
-MAX_COORDINATES = 1 << 31  # along a dimension of a tensor map: they are int32
 MAX_LISTED_KEYS = 1 << 30  # of a sequence whose pages are listed, so that places of keys and their sums are integers of the kernel
 # What auto_split expects of an H200, in bytes and microseconds, fitted to 117 sweeps of it (bench/LOG.md 14): what a CTA that reads alone
 # takes for a key tile (a fixed part and its bytes; as much again for every ROWS_OF_TWICE rows), what the memory gives all CTAs together,
@@ -236,12 +235,6 @@ def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
     return [(name, kind, meaning) for feature, name, kind, meaning in arguments if feature in features]
 
 
-def _head_step_arguments(geo: Sm90Geometry) -> list[tuple[str, str, str]]:
-    """(name, C type, meaning) of the arguments that grouped_key_map calls for."""
-    names = ("k", "v") if geo.key_groups else ()
-    return [(f"{name}_head_step", "unsigned", f"chunks of 64 columns from a KV head of {name.upper()} to the next") for name in names]
-
-
 def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     """Name, block, grid rule, dynamic shared memory in bytes, and the arguments in order (name, C type, meaning) of an entry.
 
@@ -258,8 +251,6 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
     query = f"[batch][kv_heads][q_len][group][{geo.depth}], box 1 x 1 x positions x heads x"
     columns = geo.row_bytes if isinstance(geo, Sm90Fp8Geometry) else SUB_TILE_DEPTH
     key = f"[batch][kv_heads][{geo.depth // columns}][keys][{columns}], box 1 x 1 x {geo.slot_chunks} x {geo.block_keys} x {columns}"
-    if geo.key_groups:
-        key = f"[pages][page / 8][chunks of all KV heads][8][64], box 1 x {geo.key_groups} x {geo.slot_chunks} x 8 x 64"
     key_swizzle = swizzle.replace(str(SWIZZLE_BYTES), str(geo.row_bytes)) if isinstance(geo, Sm90Fp8Geometry) else swizzle
     arguments = [
         ("q_map", "CUtensorMap", f"Q {config.dtype} {query} 64, {swizzle}"),
@@ -273,7 +264,6 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
         ("arrived", "unsigned long long*", "workspace, [query tiles * CTAs of a cluster] uint64: 0 at first, and again after a launch"),
         *feature_arguments(config),
-        *_head_step_arguments(geo),
     ]
     return {
         "name": symbol(_with_rows(config, geo), geo.arch),
@@ -322,9 +312,8 @@ def attention_launch(
     """The launch that fills `out` and `lse`.
 
     q: [batch, q_len, q_heads, depth], C-contiguous; k, v: [batch, keys, kv_heads, depth], the depth contiguous, other strides multiples
-    of 16 bytes (on sm_90a, pages of 16 or 32 keys of 16 bits beyond depth 64: KV heads a multiple of 128 apart), all in the config's
-    dtype, k and v in its kv_dtype if it has one; q_heads is a multiple of kv_heads. out: as q, in out_dtype; lse: [batch, q_heads, q_len]
-    float32, natural logarithm.
+    of 16 bytes, all in the config's dtype, k and v in its kv_dtype if it has one; q_heads is a multiple of kv_heads. out: as q, in
+    out_dtype; lse: [batch, q_heads, q_len] float32, natural logarithm.
     The rest goes with the config's features, each array C-contiguous int32 or float32 and given exactly where its feature is on:
     block_table: [batch, table_pages]; k, v are then pages, [pages, page_size, kv_heads, depth] in any order of strides (paged).
     max_keys: keys that a sequence of the table has at most, default all that the table has room for (paged), or 2^30 (page_list).
@@ -388,16 +377,10 @@ def attention_launch(
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(
         max(1, parts // cluster) * geo.tile_rows * geo.depth, parts * _lse_rows(geo), query_tiles * cluster
     )
-    head_steps: list[np.uint32] = []
-    if geo.key_groups:
-        (k_map, k_step), (v_map, v_step) = (grouped_key_map(array, geo, name) for array, name in ((k, "k"), (v, "v")))
-        head_steps = [k_step, v_step]
-    else:
-        k_map, v_map = (key_map(array, geo.box_chunks, geo.box_keys) for array in (k, v))
     args: tuple[Argument, ...] = (
         query_map(q, kv_heads, tiles, SWIZZLE_BYTES // q.itemsize, SWIZZLE_BYTES),
-        k_map,
-        v_map,
+        key_map(k, geo.box_chunks, geo.box_keys),
+        key_map(v, geo.v_box_chunks, geo.box_keys),
         query_map(
             out,
             kv_heads,
@@ -416,7 +399,6 @@ def attention_launch(
         Uninitialized(partial_lse),
         arrived,
         *feature_values(config, given, q),
-        *head_steps,
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster, attention_regions(geo))
 
@@ -573,44 +555,17 @@ def key_map(array: np.ndarray, chunks: int, keys: int, columns: int | None = Non
     """
     batch, extent, kv_heads, depth = array.shape
     columns = min(SWIZZLE_BYTES // array.itemsize, depth) if columns is None else columns
+    base, offset = _memory(array)
     shape = (batch, kv_heads, depth // columns, extent, columns)
     per_batch, per_key, per_head, per_column = array.strides
-    return _key_map(array, (1, 1, chunks, keys, columns), shape, (per_batch, per_head, columns * per_column, per_key))
-
-
-def grouped_key_map(array: np.ndarray, geo: Sm90Geometry, name: str) -> tuple[TensorMap, np.uint32]:
-    """Pages of 16-bit K or V [pages, page, kv_heads, depth] for slots in groups of 8 keys, and the chunks from a KV head to the next.
-
-    The map is [pages][page / 8][chunks][8][64], and a copy brings the swizzled chunks of a slot of all keys of a page. The heads share a
-    dimension with their chunks, since a map has five at most: so they have to lie whole chunks of 128 bytes apart. ValueError otherwise.
-    """
-    pages, extent, kv_heads, depth = array.shape
-    per_page, per_key, per_head, per_column = array.strides
-    columns = SWIZZLE_BYTES // array.itemsize
-    # numpy leaves the stride of an axis of one element open.
-    head_step, rest = divmod(per_head if kv_heads > 1 else depth * per_column, SWIZZLE_BYTES)
-    if rest:
-        pages_of = f"pages of {extent} keys of depth {depth}"
-        raise ValueError(f"{name} has KV heads {per_head} bytes apart; {pages_of} need a multiple of {SWIZZLE_BYTES} on {geo.arch}")
-    chunks = (kv_heads - 1) * head_step + depth // columns
-    if chunks > MAX_COORDINATES:
-        raise ValueError(f"{name} has {kv_heads} KV heads {per_head} bytes apart; at most 2^31 chunks of {SWIZZLE_BYTES} are addressed")
-    group = extent // geo.key_groups
-    shape = (pages, geo.key_groups, chunks, group, columns)
-    box = (1, geo.key_groups, geo.box_chunks, group, columns)
-    return _key_map(array, box, shape, (per_page, group * per_key, columns * per_column, per_key)), np.uint32(head_step)
-
-
-def _key_map(array: np.ndarray, box: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
-    """A map of K or V whose innermost axis is a chunk; `array` may be a view."""
-    base, offset = _memory(array)
+    strides = (per_batch, per_head, columns * per_column, per_key)
     return TensorMap(
         base,
-        box=box,
+        box=(1, 1, chunks, keys, columns),
         shape=shape,
         # numpy leaves the stride of an axis of one element open; a copy never steps along it.
         strides=tuple(TMA_STRIDE_BYTES if count == 1 else step for step, count in zip(strides, shape[:-1], strict=True)),
-        swizzle=box[-1] * array.itemsize,
+        swizzle=columns * array.itemsize,
         # The base may be of bytes.
         dtype=array.dtype,
         offset_bytes=offset,

@@ -26,7 +26,7 @@ from .config import Config, fixed_keys
 from .emulator import TensorMap
 from .exported import MANIFEST, SCHEMA_VERSION, cubin_name, entry_facts
 from .geometry import derive, entry_configs
-from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES
+from .geometry_sm90 import MAX_PARTITIONS
 from .render import has_attention, render, render_text
 
 HEADER, LAUNCHER, EXAMPLE = "fa4gen_attention.h", "fa4gen_attention.c", "attention_example.c"
@@ -60,8 +60,6 @@ ARGUMENT_VALUES = {
     "sinks": "&read.sinks",
     "k_scale": "&read.k_scale",
     "v_scale": "&read.v_scale",
-    "k_head_step": "&plan->maps[K_MAP].head_step",
-    "v_head_step": "&plan->maps[V_MAP].head_step",
 }
 EXTRA_ARRAYS = ("block_table", "page_places", "key_lengths", "query_starts", "sinks", "k_scale", "v_scale")
 MAPS = ("q_map", "k_map", "v_map", "out_map")
@@ -81,7 +79,7 @@ def _map_facts(name: str, value: Any) -> list[int]:
     if not isinstance(value, TensorMap) or len(value.shape) != 5 or value.interleave or set(value.element_strides) != {1}:
         raise EmitError(f"{name} is no tensor map of rank 5 that the launcher for C can make")
     code = driver.map_codes(value)
-    return [code.data_type, value.dtype.itemsize, value.box[4], code.swizzle, code.promotion, code.nan_fill, *value.box[1:4]]
+    return [code.data_type, value.dtype.itemsize, value.box[4], code.swizzle, code.promotion, code.nan_fill, value.box[2], value.box[3]]
 
 
 def _entry(config: Config, arch: str) -> dict[str, Any]:
@@ -226,8 +224,6 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
         "argument_values": ARGUMENT_VALUES,
         "extra_arrays": EXTRA_ARRAYS,
         "tma_stride_bytes": attention.TMA_STRIDE_BYTES,
-        "swizzle_bytes": SWIZZLE_BYTES,
-        "max_coordinates": attention.MAX_COORDINATES,
         "max_partitions": MAX_PARTITIONS,
         "max_listed_keys": attention.MAX_LISTED_KEYS,
         "chip_bytes_per_us": attention.CHIP_BYTES_PER_US,

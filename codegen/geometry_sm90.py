@@ -33,7 +33,6 @@ MMA_K = 16
 COPY_ALIGNMENT = 128  # of a copy's place in shared memory, in bytes
 SWIZZLE_BYTES = 128  # one row of a swizzled tile; 8 of them are the pattern, and tiles start on its boundary
 DESCRIPTOR_UNIT_BYTES = 16
-GROUP_KEYS = 8  # rows of the swizzle's pattern; a matrix descriptor steps from group to group
 SLOT_DEPTH = 128  # depth columns of a ring slot: two swizzled sub-tiles, one copy
 FP8_SLOT_DEPTH = 256  # of a slot of 8-bit K or V: as many bytes, two sub-tiles again
 MIN_SLOT_BYTES = 8_192  # a slot also takes an O block of a partition that is merged, 32 rows of 64 float32
@@ -75,13 +74,11 @@ class Sm90Geometry(Geometry):
     consumer_registers, producer_registers: setmaxnreg budgets, 0 where the launch's own are kept
     slots_per_ring: ring_slots / warpgroups
     slot_chunks: chunks of 64 depth columns in a slot; tile_slots: slots of one K tile, and of one V tile
-    box_chunks, box_keys: of one copy of K or V: a whole slot, or, where pages are smaller than a key tile, a page's rows of one chunk, or
-        of all chunks where slots are in groups of keys
-    key_groups: groups of 8 keys of such a copy. A slot is [key / 8][chunk][8 rows][128 bytes] then, so that all of a page is one piece of
-        shared memory, and the groups of an MMA still lie equally far apart. 0: a slot is [chunk][key][128 bytes]
+    box_chunks, box_keys: of one copy of K or V: a whole slot, or, where pages are smaller than a key tile, a page's rows of one chunk
+    v_box_chunks: of one copy of V: all chunks of a slot also where pages are smaller, if the 16 keys of an MMA are of one page
     k_steps: wgmma along 64 keys or 64 depth columns (64 / 16)
     k_step_units, v_step_units, chunk_units, q_chunk_units: steps of a matrix descriptor, in its units of 16 bytes: 16 elements along a
-        K-major row, 16 keys down an MN-major chunk, from a chunk of a slot to the next one, a chunk of Q
+        K-major row, 16 keys down an MN-major chunk, a chunk of a slot, a chunk of Q
     o_blocks: 64-depth blocks of O^T, one accumulator of `fragment` registers each
     kept_blocks: blocks that warpgroup 0 finishes in the level-2 merge; warpgroup 1 finishes the others
     fragment: registers of a 64 x tile_rows accumulator (tile_rows / 2); lane_rows: query rows a lane sees in it (tile_rows / 4)
@@ -108,7 +105,7 @@ class Sm90Geometry(Geometry):
     slot_chunks: int
     box_chunks: int
     box_keys: int
-    key_groups: int
+    v_box_chunks: int
     tile_slots: int
     k_steps: int
     k_step_units: int
@@ -241,9 +238,6 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     remedy = f"use one of {', '.join(str(page) for page in PAGE_SIZES if page * row_bytes >= COPY_ALIGNMENT)}"
     require(box_keys * row_bytes >= COPY_ALIGNMENT, "fp8-page-rows", "page_size", config.page_size, remedy)
     small_pages = box_keys < MMA_M
-    # A slot of one chunk is one piece either way. With 8 bits K and V are no operands in shared memory, and reach registers chunk by chunk.
-    grouped = small_pages and box_keys % GROUP_KEYS == 0 and slot_chunks > 1 and not fp8
-    group_bytes = GROUP_KEYS * row_bytes
 
     lane_rows = tile_rows // 4
     q_chunk_bytes = tile_rows * SWIZZLE_BYTES
@@ -335,14 +329,14 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         producer_registers=producer_registers,
         slots_per_ring=ring_slots // warpgroups,
         slot_chunks=slot_chunks,
-        box_chunks=1 if small_pages and not grouped else slot_chunks,
+        box_chunks=1 if small_pages else slot_chunks,
         box_keys=box_keys,
-        key_groups=box_keys // GROUP_KEYS if grouped else 0,
+        v_box_chunks=slot_chunks if not small_pages or (box_keys >= MMA_K and not fp8) else 1,
         tile_slots=tile_slots,
         k_steps=MMA_M // MMA_K,
         k_step_units=MMA_K * OPERAND_BYTES // DESCRIPTOR_UNIT_BYTES,
-        v_step_units=MMA_K * SWIZZLE_BYTES * (slot_chunks if grouped else 1) // DESCRIPTOR_UNIT_BYTES,
-        chunk_units=(group_bytes if grouped else chunk_bytes) // DESCRIPTOR_UNIT_BYTES,
+        v_step_units=MMA_K * SWIZZLE_BYTES // DESCRIPTOR_UNIT_BYTES,
+        chunk_units=chunk_bytes // DESCRIPTOR_UNIT_BYTES,
         q_chunk_units=q_chunk_bytes // DESCRIPTOR_UNIT_BYTES,
         o_blocks=depth // MMA_M,
         kept_blocks=kept_blocks,
@@ -464,7 +458,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         slot_chunks=slot_chunks,
         box_chunks=slot_chunks if box_keys == MMA_M else 1,
         box_keys=box_keys,
-        key_groups=0,
+        v_box_chunks=slot_chunks if box_keys == MMA_M else 1,
         tile_slots=1,
         k_steps=MMA_M // MMA_K,
         k_step_units=0,

@@ -11,14 +11,13 @@ import pytest
 from attention_problem import DTYPES, OUT_BOUND, compiled, source
 
 from fa4gen.codegen import reference
-from fa4gen.codegen.attention import attention_entry_infos, attention_launch, grouped_key_map
+from fa4gen.codegen.attention import attention_entry_infos, attention_launch
 from fa4gen.codegen.backends import Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
 from fa4gen.codegen.config import Config, parse_config
 from fa4gen.codegen.emulator import Memory, Program
 from fa4gen.codegen.emulator.memory import SHARED_START
 from fa4gen.codegen.geometry import derive
-from fa4gen.codegen.geometry_sm90 import Sm90Geometry
 from fa4gen.codegen.inspection.trace import Recorder
 
 PAGED = {"kv_layout": "paged", "key_lengths": True}
@@ -133,7 +132,6 @@ RAGGED = {"ragged_queries": True, "key_lengths": True}
 LISTED = PAGED | {"page_list": True}
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 FP8_PAGES = FP8 | {"kv_scale": "page"}
-CAUSAL_PAGES = {"page_size": 16, "mask": "causal", "window": 90, "tile_rows": 8}
 CASES: list[Case] = [
     ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
     ({"key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 150, 0], 5, 1), {"partition_keys": 64}),
@@ -145,8 +143,6 @@ CASES: list[Case] = [
     ),
     (PAGED | {"page_size": 16, "warpgroups": 2}, ([1] * 3, [450, 65, 0], 8, 1), {"partition_keys": 128, "ctas": 2}),
     (PAGED | {"page_size": 32, "ov_depth": 128}, ([1] * 2, [450, 33], 8, 1), {"partition_keys": 128}),
-    (PAGED | CAUSAL_PAGES | {"ov_depth": 128}, ([2] * 3, [0, 1, 200], 4, 2), {"partition_keys": 64}),
-    (PAGED | {"page_size": 16, "ov_depth": 256, "warpgroups": 2, "tile_rows": 8}, ([1] * 3, [77, 0, 200], 8, 2), {}),
     (PAGED | {"page_size": 64, "warpgroups": 2, "out_dtype": "float32"}, ([1] * 2, [450, 64], 8, 1), {"partition_keys": 64}),
     ({"kv_layout": "paged", "page_size": 16}, ([1] * 2, [100, 100], 8, 1), {}),
     # More entries of the table than the producer reads at once; two producers that skip each other's.
@@ -321,100 +317,15 @@ def test_rows_past_the_last_sequence_are_left_alone():
     problem.check()
 
 
-@pytest.mark.parametrize("depth", [64, 128])
-def test_an_entry_states_the_arguments_of_its_features(depth):
-    c = config(depth, kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
+def test_an_entry_states_the_arguments_of_its_features():
+    c = config(kv_layout="paged", page_size=16, key_lengths=True, ragged_queries=True, sinks=True)
     text = source(c)
     for info in attention_entry_infos(c, "sm_90a"):
         declaration = re.search(r"\n" + info["name"] + r"\((.*?)\) \{", text, re.DOTALL)
         assert declaration is not None
         names = [part.split()[-1].strip("*") for part in declaration[1].split(",")]
         assert names == [argument["name"] for argument in info["arguments"]]
-        steps = ["k_head_step", "v_head_step"] if depth > 64 else []
-        assert names[-6 - len(steps) :] == ["block_table", "table_pages", "key_lengths", "query_starts", "total_q", "sinks", *steps]
-
-
-# Axes of the memory that holds pages [n, p keys, h KV heads, d], outermost first; 2: K and V side by side.
-PLACES = ["nphd", "nhpd", "n2phd", "n2hpd", "np2hd", "nph2d", "hpnd"]
-
-
-def placed(pages: np.ndarray, place: str, spare: int = 0) -> np.ndarray:
-    """`pages` [n, p, h, d] as a view of memory with these axes, NaN elsewhere, and room for `spare` more keys a page."""
-    extents = dict(zip("nphd", pages.shape, strict=True)) | {"2": 2}
-    extents["p"] += spare
-    memory = np.full([extents[axis] for axis in place], np.nan, pages.dtype)
-    half = memory[(slice(None),) * place.index("2") + (1,)] if "2" in place else memory
-    axes = place.replace("2", "")
-    view = half.transpose([axes.index(axis) for axis in "nphd"])[:, : pages.shape[1]]
-    view[:] = pages
-    return view
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("page", "depth", "heads", "count", "spare"), [(16, 128, 3, 4, 0), (32, 256, 2, 3, 1), (16, 128, 1, 1, 3)])
-def test_a_box_is_a_page_wherever_it_lies(place, page, depth, heads, count, spare):
-    """Pages whose page stride is no number of groups of 8 keys among them, and axes of one element."""
-    c = config(depth, **PAGED, page_size=page)
-    problem = FeatureProblem(c, [1], [page * (count - 1) or 1], 2, heads)
-    whole = np.arange(problem.k.size, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(problem.k.shape)
-    problem.k, problem.v = placed(whole, place, spare), placed(whole, "nphd")
-    launch = problem.launch()
-    names = [argument["name"] for argument in attention_entry_infos(c, "sm_90a")[0]["arguments"]]
-    given = dict(zip(names, launch.args, strict=True))
-    slot_chunks = 2
-    for name in ("k", "v"):
-        tensor_map, step = given[f"{name}_map"], int(given[f"{name}_head_step"])
-        assert tensor_map.box == (1, page // 8, slot_chunks, 8, 64)
-        memory = tensor_map.array.reshape(-1).view(np.uint8)
-        for number, head, chunk in np.ndindex(count, heads, depth // 64 // slot_chunks):
-            start = (number, 0, head * step + chunk * slot_chunks, 0, 0)
-            assert all(first + extent <= end for first, extent, end in zip(start, tensor_map.box, tensor_map.shape, strict=True))
-            strides = (*tensor_map.strides, 2)
-            address = tensor_map.offset_bytes + sum(first * step for first, step in zip(start, strides, strict=True))
-            box = np.lib.stride_tricks.as_strided(memory[address:].view(np.uint16), tensor_map.box, strides)
-            expected = whole[number, :, head].reshape(1, page // 8, 8, -1, slot_chunks, 64)[:, :, :, chunk].swapaxes(2, 3)
-            assert (box == expected.view(np.uint16)).all()
-
-
-def test_pages_of_k_and_of_v_may_lie_differently():
-    c = config(128, **PAGED, **CAUSAL_PAGES)
-    problem = FeatureProblem(c, [2] * 2, [130, 17], 4, 3)
-    problem.k, problem.v = placed(problem.k, "n2hpd"), placed(problem.v, "nph2d", spare=1)
-    run(problem)
-    problem.check()
-
-
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_heads_that_pages_copied_whole_cannot_have_are_refused(name):
-    """KV heads share a dimension of the tensor map with chunks of 128 bytes. Where they do not, any multiple of 16 bytes does."""
-
-    def launch(depth: int = 128, spare: int = 8, **fields: Any) -> Launch:
-        problem = FeatureProblem(config(depth, **PAGED, **fields), [1], [20], 4, 2)
-        array = getattr(problem, name)
-        wide = np.zeros((*array.shape[:3], depth + spare), array.dtype)
-        setattr(problem, name, wide[..., :depth])
-        return problem.launch()
-
-    with pytest.raises(ValueError, match=f"^{name} has KV heads 272 bytes apart; pages of 16 keys .* need a multiple of 128") as error:
-        launch(page_size=16)
-    assert "\n" not in str(error.value)
-    launch(page_size=16, spare=64)
-    launch(page_size=64)
-    launch(page_size=1)
-    launch(64, page_size=16)
-    launch(page_size=16, spare=16, **FP8)
-
-
-def test_more_chunks_than_a_coordinate_counts_are_refused():
-    geo = derive(config(128, **PAGED, page_size=16), "sm_90a")
-    assert isinstance(geo, Sm90Geometry)
-    memory = np.zeros(1, ml_dtypes.bfloat16)
-    heads = {step: np.lib.stride_tricks.as_strided(memory, (1, 16, 2, 128), (4096, 256, step << 7, 2)) for step in (2**31 - 2, 2**31 - 1)}
-    with pytest.raises(ValueError, match=r"^v has 2 KV heads .* at most 2\^31 chunks"):
-        grouped_key_map(heads[2**31 - 1], geo, "v")
-    # As many as there can be pass; that they lie in no memory is seen next.
-    with pytest.raises(ValueError, match=r"is no view of a contiguous one$"):
-        grouped_key_map(heads[2**31 - 2], geo, "v")
+        assert names[-6:] == ["block_table", "table_pages", "key_lengths", "query_starts", "total_q", "sinks"]
 
 
 def test_feature_arrays_that_do_not_fit_are_refused():

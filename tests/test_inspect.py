@@ -237,7 +237,7 @@ def expected_copies(config: Config, geo: Geometry, use: pipeline.RingUse) -> lis
     (table,) = page_table(1, WALK_TILES * geo.block_keys, config.page_size)
     if geo.tile_pages == 1:
         return [(0, (0, first % config.page_size, chunk, 0, int(table[first // config.page_size])))]
-    if geo.key_groups:
+    if use.operand == "V" and geo.v_box_chunks > geo.box_chunks:
         pages = [int(page) for page in table[first // config.page_size :][: geo.tile_pages]]
         return [(place * geo.slot_bytes // geo.tile_pages, (0, 0, chunk, 0, page)) for place, page in enumerate(pages)]
     chunk_bytes, page_bytes = geo.slot_bytes // geo.slot_chunks, geo.slot_bytes // geo.slot_chunks // geo.tile_pages

@@ -209,14 +209,11 @@ constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
 // Matrix descriptors: 128-byte swizzle, 1,024 bytes between groups of 8 rows (K-major) or of 8 keys (MN-major); the leading offset is
 // unused. Addresses are in units of 16 bytes and never carry out of their 14 bits.
 constexpr unsigned DESCRIPTOR_HIGH = 1u << 30 | 1024 / 16;
-// Slots of K and V are [BLOCK_KEYS / 8][SLOT_CHUNKS][8 rows][128 bytes]: so a copy brings all of a page in one piece, and the groups of 8 keys
-// lie equally far apart whatever their page.
-constexpr unsigned SLOT_DESCRIPTOR_HIGH = 1u << 30 | SLOT_CHUNKS * 1024 / 16;
 constexpr unsigned DESCRIPTOR_LOW = 1u << 16;
 constexpr unsigned DESCRIPTOR_UNIT = 16;
 constexpr unsigned K_STEP_UNITS = 2;    // 16 elements along a K-major row: 32 bytes
-constexpr unsigned V_STEP_UNITS = 256;  // 16 keys down an MN-major chunk: two groups
-constexpr unsigned CHUNK_UNITS = 64;    // a chunk of 8 keys x 128 bytes
+constexpr unsigned V_STEP_UNITS = 128;  // 16 keys down an MN-major chunk: 2,048 bytes
+constexpr unsigned CHUNK_UNITS = 512;   // a chunk of 64 keys x 128 bytes
 constexpr float LAZY_LIMIT = 8.0f;  // a probability may reach 2^8 before its row's maximum is renewed
 constexpr unsigned WINDOW = 1024;  // keys that a query sees at most
 constexpr unsigned PAGE_KEYS = 16;
@@ -820,11 +817,10 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 // partitions of a query tile, their O. A warp runs it.
 // Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
 // Signals: `full` of the slot, by the copy's bytes.
-// k_head_step, v_head_step: chunks from a KV head to the next.
 template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
                                                  const Workspace& workspace, const unsigned char* smem_bytes, unsigned smem,
-                                                 unsigned warpgroup, unsigned lane, unsigned k_head_step, unsigned v_head_step) {
+                                                 unsigned warpgroup, unsigned lane) {
     const unsigned ring = smem + Tile::RING_OFFSET + warpgroup * Tile::SLOTS_PER_RING * SLOT_BYTES;
     const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
@@ -868,11 +864,20 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 // One thread, and every copy written out: a lane for each would have them issued one by one as well, by a loop.
                 if (ptx_elect_sync()) {
                     ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
-                    const unsigned chunk = item.kv_head * (part < TILE_SLOTS ? k_head_step : v_head_step) + part % TILE_SLOTS * SLOT_CHUNKS;
+                    if (part < TILE_SLOTS) {
 #pragma unroll
-                    for (unsigned i = 0; i < PAGES; ++i)
-                        ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + i * (PAGE_KEYS * SLOT_CHUNKS * 128), part < TILE_SLOTS ? k_map : v_map, landed, 0, 0,
-                                        chunk, 0, pages[i]);
+                        for (unsigned i = 0; i < PAGES; ++i)
+#pragma unroll
+                            for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
+                                // The swizzle goes by the shared address, so rows of a chunk may land apart.
+                                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128), k_map, landed, 0, 0,
+                                                part * SLOT_CHUNKS + chunk, item.kv_head, pages[i]);
+                    } else {
+#pragma unroll
+                        for (unsigned i = 0; i < PAGES; ++i)
+                            ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + i * (SLOT_CHUNKS * PAGE_KEYS * 128), v_map, landed, 0, 0,
+                                            (part - TILE_SLOTS) * SLOT_CHUNKS, item.kv_head, pages[i]);
+                    }
                 }
                 at.advance(Tile::SLOTS_PER_RING);
             }
@@ -967,11 +972,6 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned low) {
     return (unsigned long long)DESCRIPTOR_HIGH << 32 | low;
 }
 
-// Of a slot of K or V, whose groups of 8 keys lie further apart.
-__device__ __forceinline__ unsigned long long slot_descriptor(unsigned low) {
-    return (unsigned long long)SLOT_DESCRIPTOR_HIGH << 32 | low;
-}
-
 __device__ __forceinline__ unsigned pack_p(float low, float high) {
     return ptx_cvt_bf16x2(low, high);
 }
@@ -1041,7 +1041,7 @@ __device__ __forceinline__ void scores(float (&s)[Tile::FRAGMENT], const Place& 
         for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
 #pragma unroll
             for (unsigned step = 0; step < K_STEPS; ++step)
-                ptx_wgmma_a_k(s, slot_descriptor(k_tile + chunk * CHUNK_UNITS + step * K_STEP_UNITS),
+                ptx_wgmma_a_k(s, descriptor(k_tile + chunk * CHUNK_UNITS + step * K_STEP_UNITS),
                               descriptor(q_low + (part * SLOT_CHUNKS + chunk) * Tile::Q_CHUNK_UNITS + step * K_STEP_UNITS),
                               (part | chunk | step) != 0);
         ptx_wgmma_commit_group();
@@ -1057,9 +1057,13 @@ __device__ __forceinline__ void scores(float (&s)[Tile::FRAGMENT], const Place& 
     if (at.lane == 0) release_slot(previous);
 }
 
-// The key of a row of 128 bytes of a slot.
+// A slot of V is [PAGES][SLOT_CHUNKS][PAGE_KEYS rows][128 bytes], as a copy of all chunks of a page leaves it: the 16 keys of an MMA are of one
+// page. Those of K lie chunk by chunk, since an MMA takes all its 64 keys in equal steps.
+__device__ constexpr unsigned row_of_key(unsigned chunk, unsigned key) {
+    return (key / PAGE_KEYS * SLOT_CHUNKS + chunk) * PAGE_KEYS + key % PAGE_KEYS;
+}
 __device__ constexpr unsigned key_of_row(unsigned row) {
-    return row / (8 * SLOT_CHUNKS) * 8 + row % 8;
+    return row / (SLOT_CHUNKS * PAGE_KEYS) * PAGE_KEYS + row % PAGE_KEYS;
 }
 
 // O^T += V^T . P^T. Waits: `full` of each V slot (the copies of load_keys_values). Signals: `empty` of each.
@@ -1085,7 +1089,7 @@ __device__ __forceinline__ void accumulate(float (&o)[O_BLOCKS][Tile::FRAGMENT],
         for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
 #pragma unroll
             for (unsigned step = 0; step < K_STEPS; ++step)
-                ptx_wgmma_a_mn(o[part * SLOT_CHUNKS + chunk], slot_descriptor(v_tile + chunk * CHUNK_UNITS + step * V_STEP_UNITS),
+                ptx_wgmma_a_mn(o[part * SLOT_CHUNKS + chunk], descriptor(v_tile + row_of_key(chunk, step * 16) * 8),
                                descriptor(p_low + step * K_STEP_UNITS), true);
         ptx_wgmma_commit_group();
         if (part > 0) {
@@ -1668,8 +1672,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 // --- entries ---------------------------------------------------------------------------------------------------------
 
 // q_map, out_map  [batch][kv_heads][q_len][group][DEPTH], box 1 x 1 x positions x heads x 128 bytes, 128-byte swizzle
-// k_map, v_map    [pages][PAGE_KEYS / 8][chunks of all KV heads][8][64], box 1 x PAGE_KEYS / 8 x SLOT_CHUNKS x 8 x 64, 128-byte swizzle
-// k_head_step, v_head_step: chunks from a KV head to the next; a head has DEPTH / 64
+// k_map, v_map    [batch][kv_heads][DEPTH / 64][keys][64], box 1 x 1 x SLOT_CHUNKS x BLOCK_KEYS x 64, 128-byte swizzle
 // lse             [batch][kv_heads * group][q_len] float, natural logarithm
 // partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last four are not read
 // launch: a number that rises with every launch that uses the workspace, see arrive_last
@@ -1679,7 +1682,7 @@ template <class Tile>
 __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
                                           const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
                                           unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
-                                          const Workspace& workspace, const int* block_table, unsigned table_pages, const int* key_lengths, unsigned k_head_step, unsigned v_head_step) {
+                                          const Workspace& workspace, const int* block_table, unsigned table_pages, const int* key_lengths) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
@@ -1734,7 +1737,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         // Meets the consumers' wait for the initialisation.
         ptx_bar_arrive(0, THREADS);
         if (producer < WARPGROUPS) {
-            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, k_head_step, v_head_step);
+            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
             load_queries<Tile>(p, &q_map, smem);
         }
@@ -1749,9 +1752,9 @@ fa4_attention_d256_m4r32_sk_bf16_causal_p16_len_win1024_t8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
-    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, unsigned k_head_step, unsigned v_head_step) {
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_head_step, v_head_step);
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -1759,9 +1762,9 @@ fa4_attention_d256_m4r32_sk_bf16_causal_p16_len_win1024_t16_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
-    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, unsigned k_head_step, unsigned v_head_step) {
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths) {
     attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_head_step, v_head_step);
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -1769,7 +1772,7 @@ fa4_attention_d256_m4r32_sk_bf16_causal_p16_len_win1024_t32_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
-    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, unsigned k_head_step, unsigned v_head_step) {
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths) {
     attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
-                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_head_step, v_head_step);
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
