@@ -132,6 +132,7 @@ RAGGED = {"ragged_queries": True, "key_lengths": True}
 LISTED = PAGED | {"page_list": True}
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 FP8_PAGES = FP8 | {"kv_scale": "page"}
+CAUSAL_PAGES = {"page_size": 16, "mask": "causal", "window": 90, "tile_rows": 8}
 CASES: list[Case] = [
     ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
     ({"key_lengths": True, "mask": "causal"}, ([5] * 3, [3, 150, 0], 5, 1), {"partition_keys": 64}),
@@ -143,6 +144,7 @@ CASES: list[Case] = [
     ),
     (PAGED | {"page_size": 16, "warpgroups": 2}, ([1] * 3, [450, 65, 0], 8, 1), {"partition_keys": 128, "ctas": 2}),
     (PAGED | {"page_size": 32, "ov_depth": 128}, ([1] * 2, [450, 33], 8, 1), {"partition_keys": 128}),
+    (PAGED | CAUSAL_PAGES | {"ov_depth": 128}, ([2] * 3, [0, 1, 200], 4, 2), {"partition_keys": 64}),
     (PAGED | {"page_size": 64, "warpgroups": 2, "out_dtype": "float32"}, ([1] * 2, [450, 64], 8, 1), {"partition_keys": 64}),
     ({"kv_layout": "paged", "page_size": 16}, ([1] * 2, [100, 100], 8, 1), {}),
     # More entries of the table than the producer reads at once; two producers that skip each other's.
@@ -305,6 +307,25 @@ def test_query_starts_that_do_not_rise_stay_within_the_arrays(starts):
         assert np.allclose(problem.lse[:, rows][seen], lse[seen], atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("depth", "fields", "lengths", "options"),
+    [
+        (64, {}, [300, 1], {"partition_keys": 128, "ctas": 2}),
+        (64, {}, [384, 172], {"partition_keys": 128, "ctas": 2}),
+        (128, {"out_dtype": "float32"}, [128, 1], {"ctas": 1}),
+        (128, FP8, [384, 172], {"partition_keys": 128, "ctas": 2}),
+    ],
+    ids=str,
+)
+def test_a_warpgroup_alone_with_an_item_waits_for_the_other(depth, fields, lengths, options):
+    """An item of one key tile after one of several: the answer of publish, the partitions' weights and O tiles have one place each."""
+    c = config(depth, key_lengths=True, warpgroups=2, tile_rows=8, **fields)
+    geo = derive(c, "sm_90a")
+    assert geo.q_buffers == 2, "with one buffer the next item's Q waits for both warpgroups"
+    for seed in range(4):
+        run(FeatureProblem(c, [1] * 2, lengths, 5, 2), seed, **options).check()
+
+
 def test_rows_past_the_last_sequence_are_left_alone():
     """A batch that is padded for a captured graph: the arrays have more rows than query_starts names."""
     c = config(**RAGGED)
@@ -315,6 +336,27 @@ def test_rows_past_the_last_sequence_are_left_alone():
     assert np.isnan(problem.lse[:, 3:]).all()
     problem.q, problem.out, problem.lse = problem.q[:3], problem.out[:3], problem.lse[:, :3]
     problem.check()
+
+
+def placed(pages: np.ndarray, place: str, spare: int = 0) -> np.ndarray:
+    """`pages` [n, p keys, h KV heads, d] as a view of memory with the axes of `place`, outermost first (2: K and V side by side), NaN elsewhere,
+    and room for `spare` more keys a page."""
+    extents = dict(zip("nphd", pages.shape, strict=True)) | {"2": 2}
+    extents["p"] += spare
+    memory = np.full([extents[axis] for axis in place], np.nan, pages.dtype)
+    half = memory[(slice(None),) * place.index("2") + (1,)] if "2" in place else memory
+    axes = place.replace("2", "")
+    view = half.transpose([axes.index(axis) for axis in "nphd"])[:, : pages.shape[1]]
+    view[:] = pages
+    return view
+
+
+@pytest.mark.parametrize(("k_place", "v_place"), [("n2hpd", "nph2d"), ("hpnd", "n2phd")])
+def test_pages_of_k_and_of_v_may_lie_differently(k_place, v_place):
+    c = config(128, **PAGED, **CAUSAL_PAGES)
+    problem = FeatureProblem(c, [2] * 2, [130, 17], 4, 3)
+    problem.k, problem.v = placed(problem.k, k_place), placed(problem.v, v_place, spare=1)
+    run(problem).check()
 
 
 def test_an_entry_states_the_arguments_of_its_features():
