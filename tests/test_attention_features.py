@@ -339,7 +339,7 @@ def test_rows_past_the_last_sequence_are_left_alone():
 
 
 def placed(pages: np.ndarray, place: str, spare: int = 0) -> np.ndarray:
-    """`pages` [n, p keys, h KV heads, d] as a view of memory with the axes of `place`, outermost first (2: K and V side by side), NaN elsewhere,
+    """`pages` [n, p keys, h KV heads, d] as a view of memory with the axes of `place`, outermost first (2: K beside V), NaN elsewhere,
     and room for `spare` more keys a page."""
     extents = dict(zip("nphd", pages.shape, strict=True)) | {"2": 2}
     extents["p"] += spare
