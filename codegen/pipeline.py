@@ -374,7 +374,9 @@ def named_barriers(config: Config, geo: Geometry) -> tuple[NamedBarrier, ...]:
         )
     if two:
         result.append(
-            NamedBarrier(MERGE_BARRIER_SM90, 2 * WARPGROUP_THREADS, consumers, "merge of the warpgroups, or an item of one alone; partitions")
+            NamedBarrier(
+                MERGE_BARRIER_SM90, 2 * WARPGROUP_THREADS, consumers, "merge of the warpgroups, or an item of one alone; partitions"
+            )
         )
     return tuple(result)
 
