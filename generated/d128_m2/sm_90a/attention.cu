@@ -1170,11 +1170,12 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
             if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
     }
     // Rows past the tile, which the combine reads as well: zeros.
-    if constexpr (Tile::ROWS < PART_ROWS)
+    if constexpr (Tile::ROWS < PART_ROWS) {
         for (unsigned unit = threadIdx.x; unit < STAGE_BYTES / 16; unit += THREADS)
             reinterpret_cast<uint4*>(smem_bytes + Tile::STAGE_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
-    // Copies write over these zeros when partitions are merged.
-    ptx_fence_proxy_async();
+        // The copies of a merge write over these zeros.
+        ptx_fence_proxy_async();
+    }
     // Orders the mbarriers' initialisation and the zeros before every role.
     ptx_bar_sync(COMBINE_BARRIER, THREADS);
 
