@@ -1372,14 +1372,9 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
-    if (share.barrier == MERGE_BARRIER) {
-        merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
-    } else {
-        // With two buffers of Q warpgroup 0 can be at an item of its own while warpgroup 1 still reads the last one's answer, weights or O tile:
-        // orders that before what is written in the same places.
-        ptx_bar_sync(MERGE_BARRIER, WARPGROUPS * 128);
-    }
+    // That both have left the item before follows from prepare_queries.
     if (!share.any()) return;
+    if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
     const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
     const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
