@@ -96,9 +96,7 @@ def test_launch_refuses_what_does_not_fit() -> None:
         attention_launch(config, geo, q, k, k, q.copy(), lse, scale=float("nan"))
     arrays = (q, k, k, q.copy(), lse, Extents(1, 4, 64, 1, 8))
     with pytest.raises(ValueError, match="sm_90a"):
-        attention_sm100.attention_launch(
-            config, derive(config, "sm_90a"), *arrays, 1.0, {}, ctas=1, partition_keys=None, workspace=None
-        )
+        attention_sm100.attention_launch(config, derive(config, "sm_90a"), *arrays, 1.0, {}, ctas=1, partition_keys=None, workspace=None)
 
 
 def test_arrays_of_features_that_the_kernel_lacks_are_refused() -> None:

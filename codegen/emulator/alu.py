@@ -391,14 +391,16 @@ def _testp(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
     """9.7.3.1"""
     kind = kind_of(asm, words)
     tiny = np.finfo(KINDS[kind]).tiny
-    tests = Choices({
-        "finite": np.isfinite,
-        "infinite": np.isinf,
-        "number": lambda a: ~np.isnan(a),
-        "notanumber": np.isnan,
-        "normal": lambda a: np.isfinite(a) & (np.abs(a) >= tiny),
-        "subnormal": lambda a: (np.abs(a) < tiny) & (a != 0),
-    })
+    tests = Choices(
+        {
+            "finite": np.isfinite,
+            "infinite": np.isinf,
+            "number": lambda a: ~np.isnan(a),
+            "notanumber": np.isnan,
+            "normal": lambda a: np.isfinite(a) & (np.abs(a) >= tiny),
+            "subnormal": lambda a: (np.abs(a) < tiny) & (a != 0),
+        }
+    )
     return simple(asm, into1(tests[words[0]]), kind, 1, destination="pred")
 
 

@@ -574,9 +574,9 @@ def _epoch(actor: int, time: int, lane: int, code: Code) -> np.int64:
     return np.int64((time << hz.CLOCK_SHIFT) | actor | lane << hz.LANE_SHIFT | int(code.tag))
 
 
-def in_flight(cta: Cta, slot: tuple[int, int], code: Code, who: str) -> None:
-    """Note an asynchronous operation that the CTA has to wait for before it exits."""
-    cta.cluster.in_flight[slot[0]] = (slot[1], cta, code, who)
+def in_flight(cta: Cta, slot: tuple[int, int], code: Code, w: Warp, who: str) -> None:
+    """Note an asynchronous operation of a warp that the CTA has to wait for before it exits."""
+    cta.cluster.in_flight[slot[0]] = (slot[1], cta, code, w, who)
 
 
 def _check_exit(cta: Cta, warp: Warp) -> None:
@@ -584,7 +584,7 @@ def _check_exit(cta: Cta, warp: Warp) -> None:
     clock = cta.exit_clock
     if not cta.check or clock is None:
         return
-    for actor, (time, owner, code, who) in list(cta.cluster.in_flight.items()):
+    for actor, (time, owner, code, issuer, who) in list(cta.cluster.in_flight.items()):
         if owner is not cta:
             continue
         if actor >= len(clock.limits) or clock.limits[actor] >> hz.CLOCK_SHIFT < time:
@@ -594,7 +594,7 @@ def _check_exit(cta: Cta, warp: Warp) -> None:
                 "async_exit",
                 f"{who} ({code.opcode}, PTX line {code.line}) may still be in flight when {name} exits: nothing has waited for it",
                 code,
-                warp,
+                issuer,
                 missing=waits,
             )
         del cta.cluster.in_flight[actor]
@@ -687,7 +687,7 @@ def _tensor_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     starts, size = box.pieces()
                     if len(starts):
                         check_global(w, code, box.mapping, starts, size, epoch, False, who=who, proxy=True)
-                    in_flight(owner, slot, code, who)
+                    in_flight(owner, slot, code, w, who)
                     check_visible(w, code, barrier, lane)
 
                 if cta.launch.observer is not None:
@@ -796,7 +796,7 @@ def _tensor_store(asm: Assembler, target: Operand, source: Operand, rank: int, c
                     check_shared(w, code, _granules(cta, address, box.bytes), epoch, False, reader=reader, who=who, proxy=True)
                 if len(starts):
                     check_global(w, code, box.mapping, starts, size, _epoch(writer, groups.time, lane, code), True, who=who, proxy=True)
-                in_flight(cta, (reader, groups.time), code, who)
+                in_flight(cta, (reader, groups.time), code, w, who)
 
             if cta.launch.observer is not None:
                 cta.launch.observer.copy(w, tensor_map, [int(r[c][lane]) for c in coordinates], address, None)
@@ -909,7 +909,7 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     epoch = _epoch(reader, groups.time, lane, code)
                     check_shared(w, code, _granules(cta, inside, size), epoch, False, reader=reader, who=who, proxy=True)
                     check_global(w, code, mapping, starts, 16, _epoch(writer, groups.time, lane, code), True, who=who, proxy=True)
-                    in_flight(cta, (reader, groups.time), code, who)
+                    in_flight(cta, (reader, groups.time), code, w, who)
 
                 def put(
                     mapping: Mapping | None = mapping, inside: int = inside, outside: int = outside, size: int = size, fault: bool = fault
@@ -938,7 +938,7 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                         epoch = _epoch(*slot, lane, code)
                         check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner, proxy=True)
                         check_global(w, code, mapping, starts, 16, epoch, False, who=who, proxy=True)
-                    in_flight(owner, slot, code, who)
+                    in_flight(owner, slot, code, w, who)
                     check_visible(w, code, barrier, lane)
 
                 def move(
@@ -984,7 +984,7 @@ def _bulk_between(asm: Assembler, ins: Instruction) -> Steps:
                     epoch = _epoch(*slot, lane, code)
                     check_shared(w, code, _granules(cta, start, size), epoch, False, reader=slot[0], who=who, proxy=True)
                     check_shared(w, code, _granules(owner, place, size), epoch, True, who=who, owner=owner, proxy=True)
-                in_flight(owner, slot, code, who)
+                in_flight(owner, slot, code, w, who)
                 check_visible(w, code, barrier, lane)
 
             def move(owner: Cta = owner, place: int = place, start: int = start, size: int = size, fault: bool = fault) -> None:
@@ -1099,7 +1099,7 @@ def _cp_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             epochs = (lanes << hz.LANE_SHIFT) + base
             index, wide = shared_index(cta.shadow, to, size)
             who = f"cp.async of {w.name}"
-            in_flight(cta, (copies.actor, copies.time), code, who)
+            in_flight(cta, (copies.actor, copies.time), code, w, who)
             check_shared(w, code, index, epochs[:, None] if wide else epochs, True, who=who)
             for mapping, _, start, _ in parts:
                 check_global(w, code, mapping, start, size, base, False, who=who)

@@ -49,8 +49,8 @@ class Cluster:
         self.actors: dict[Any, int] = {}
         self.wgmma: dict[int, Any] = {}
         """Actor to the wgmma operations of a warp."""
-        self.in_flight: dict[int, tuple[int, Cta, Code, str]] = {}
-        """Actor of an asynchronous operation to (clock, CTA that it works for, instruction, what it is), for the check at exit."""
+        self.in_flight: dict[int, tuple[int, Cta, Code, Warp, str]] = {}
+        """Actor of an asynchronous operation to (clock, CTA that it works for, instruction, warp, what it is), for the check at exit."""
         self.tiles: dict[int, tuple[int, int, int, Code]] = {}
         """Epoch of a tensor load to (start, swizzle, bytes of a box row, instruction)."""
         self.slots: list[int] = []

@@ -118,7 +118,7 @@ def _st_async(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
                     epochs = (lanes[chosen] << hz.LANE_SHIFT) + np.int64(time << hz.CLOCK_SHIFT | actor | int(code.tag))
                     index, wide = shared_index(owner.shadow, offsets, total)
                     check_shared(w, code, index, epochs[:, None] if wide else epochs, True, who=who, owner=owner)
-                    in_flight(owner, slot, code, who)
+                    in_flight(owner, slot, code, w, who)
                     check_visible(w, code, barrier, int(lanes[chosen[0]]) if len(chosen) else 0)
                 cells = owner.words[size]
                 index_ = offsets[:, None] // size + np.arange(count)

@@ -227,7 +227,8 @@ def run_command(
     entry: None takes the only entry of the file. ignore: hazard kinds that are neither listed nor counted. profile: print wavefronts of
     shared memory by PTX line and bytes by engine on stdout. explore: execute at most so many orders of the synchronisation events instead
     of one; different outputs are a finding too. budget: warp instructions after which the run is given up (DEFAULT_COMMAND_BUDGET).
-    as_json: print the findings as one JSON object on stdout. Outputs are saved unless the run could not be made.
+    as_json: print the findings as one JSON object on stdout, with "stopped" where the run was given up. Outputs are saved unless the run
+    could not be made.
     """
     budget = budget or DEFAULT_COMMAND_BUDGET
     err = sys.stderr if stderr is None else stderr
@@ -241,8 +242,11 @@ def run_command(
                 result = launch.run(seed, check, profile, schedule, budget, progress)
     except (UsageError, PtxError, LaunchError) as error:
         # What was found before a launch was given up is often why.
-        for hazard in error.hazards if isinstance(error, PtxError) else ():
-            if hazard.kind not in ignore:
+        before = [hazard for hazard in error.hazards if hazard.kind not in ignore] if isinstance(error, PtxError) else []
+        if as_json and isinstance(error, PtxError):
+            print(json.dumps({"hazards": [hazard.as_json() for hazard in before], "stopped": str(error)}), file=out)
+        else:
+            for hazard in before:
                 print(hazard, file=err)
         print(f"fa4gen emulate: {error}", file=err)
         return 2
@@ -308,7 +312,15 @@ class _Launch:
 
     def explore(self, limit: int, budget: int, progress: Callable[[int], None] | None) -> Exploration:
         return self.program.explore(
-            self.entry, self.grid, self.block, self.smem, self.values, limit, regions=self.regions, poisoned=self.fresh, budget=budget,
+            self.entry,
+            self.grid,
+            self.block,
+            self.smem,
+            self.values,
+            limit,
+            regions=self.regions,
+            poisoned=self.fresh,
+            budget=budget,
             progress=progress,
         )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from . import hazards as hz
 from .alu import Steps, kind_of
-from .decode import KINDS, Assembler, instruction, kind_bytes, uniform
+from .decode import KINDS, Assembler, Code, instruction, kind_bytes, uniform
 from .machine import ALL, FULL_BITS, LANES, NONE_BYTES, RETRY, SPLIT, WARP, YIELD, Warp, bits_of, mask_of
 from .machine import EXIT as EXIT_CODE
 from .memory import POISON32
@@ -130,6 +130,21 @@ def _nanosleep(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
 # ---------------------------------------------------------------------------------------------------------------- barriers
 
 
+def _note_absent(w: Warp, code: Code, members: int) -> None:
+    """Report lanes that have to execute an instruction and are predicated off, unless they have been reported as being elsewhere."""
+    executing = bits_of(w.mask)
+    absent = members & w.live_bits & ~executing
+    if absent and not w.group.forced:
+        w.cta.report(
+            "barrier",
+            f"{code.opcode} at PTX line {code.line} is executed by part of {w.name} only (lanes {absent:#010x} are predicated off)",
+            code,
+            w,
+            lane=(executing & -executing).bit_length() - 1,
+        )
+    w.group.forced = False
+
+
 def aligned(asm: Assembler, steps: Steps, what: Callable[[], None] | None = None) -> Steps:
     """Make steps of an `.aligned` instruction: a partial warp waits for its other lanes and is reported when they cannot come."""
     code = asm.code
@@ -138,17 +153,7 @@ def aligned(asm: Assembler, steps: Steps, what: Callable[[], None] | None = None
     def masked(w: Warp, r: list[Any]) -> int | None:
         if w.converge(FULL_BITS, code):
             return RETRY
-        executing = bits_of(w.mask)
-        if executing & w.live_bits != w.live_bits and not w.group.forced:
-            w.cta.report(
-                "barrier",
-                f"{code.opcode} at PTX line {code.line} is executed by part of {w.name} only "
-                f"(lanes {w.live_bits & ~executing:#010x} are predicated off)",
-                code,
-                w,
-                lane=(executing & -executing).bit_length() - 1,
-            )
-        w.group.forced = False
+        _note_absent(w, code, FULL_BITS)
         return masked_step(w, r)
 
     return full_step, masked
@@ -233,9 +238,10 @@ def _bar_warp(asm: Assembler, ins: Instruction) -> Steps:
     code = asm.code
 
     def masked(w: Warp, r: list[Any]) -> int | None:
-        if w.converge(_members(r[members], w), code):
+        named = _members(r[members], w)
+        if w.converge(named, code):
             return RETRY
-        w.group.forced = False
+        _note_absent(w, code, named)
         if w.cta.check:
             w.sync_lanes()
         return None
@@ -256,9 +262,10 @@ def synchronized(asm: Assembler, members: int, step: Any) -> Steps:
     code = asm.code
 
     def masked(w: Warp, r: list[Any]) -> int | None:
-        if w.converge(_members(r[members], w), code):
+        named = _members(r[members], w)
+        if w.converge(named, code):
             return RETRY
-        w.group.forced = False
+        _note_absent(w, code, named)
         step(w, r)
         return None
 

@@ -1030,6 +1030,19 @@ class Run:
                 return True
         return False
 
+    def _report_imbalance(self) -> None:
+        """Report mbarriers that wait for no arrival any more, but whose bytes do not balance."""
+        for warp, group in self._groups():
+            assert group.blocked is not None
+            if group.blocked[0] != "mbarrier":
+                continue
+            barrier: MBarrier = group.blocked[1]
+            if barrier.pending == 0 and barrier.tx:
+                line = self.code.lines[min(group.pc, len(self.code.lines) - 1)]
+                text = f"mbarrier {barrier.place}: phase {barrier.phase} has all its arrivals, but {_imbalance(barrier)}"
+                source = self.code.sources.get(line, "")
+                self.reporter.add(Hazard("mbarrier", text, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
+
     def _deadlock(self) -> None:
         """Report that nobody can go on: who waits, for what, and who would have to come."""
         waits: dict[tuple[Cta, int, str], list[int]] = {}
@@ -1071,7 +1084,15 @@ class Run:
         warp, line = first
         source = self.code.sources.get(line, "")
         message = "no warp can go on: " + "; ".join(parts)
+        self._report_imbalance()
         self.reporter.add(Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
+
+
+def _imbalance(barrier: MBarrier) -> str:
+    """How the bytes that an mbarrier's phase was told to expect differ from those that came, when neither will change any more."""
+    if barrier.tx > 0:
+        return f"{barrier.tx:,} bytes that expect_tx announced never came"
+    return f"{-barrier.tx:,} bytes more came than expect_tx announced"
 
 
 def ranges(what: str, indices: list[int]) -> str:
@@ -1115,7 +1136,7 @@ def _describe_mbarrier(barrier: MBarrier) -> str:
     if barrier.pending:
         needs.append(f"{barrier.pending} more arrival{'s' if barrier.pending > 1 else ''}")
     if barrier.tx:
-        needs.append(f"{barrier.tx:,} bytes")
+        needs.append(f"{barrier.tx:,} bytes" if barrier.tx > 0 else f"{-barrier.tx:,} bytes announced that have come already")
     last = f"last arrived: {barrier.last[0]} at PTX line {barrier.last[1]}" if barrier.last else "nobody has arrived yet"
     names = barrier.cta.cluster.actor_names
     absent = [f"{names[main]} at PTX line {line}" for main, (phase, line) in sorted(barrier.arrivers.items()) if phase < barrier.phase]

@@ -496,10 +496,12 @@ class _Parser:
         number = self._number(self.next(), line)
         payload += _literal_bits(number, negative, kind).to_bytes(size, "little")
 
-    def _dims(self) -> tuple[int, int, int]:
+    def _dims(self, directive: str) -> tuple[int, int, int]:
         values = [self.integer()]
         while self.accept(","):
             values.append(self.integer())
+        if min(values) < 1:
+            raise PtxError(f"{directive} {', '.join(map(str, values))}: a dimension below 1", self.line)
         values += [1] * (3 - len(values))
         return values[0], values[1], values[2]
 
@@ -560,15 +562,15 @@ class _Parser:
         while self.peek() not in ("{", ";", ""):
             directive = self.next()
             if directive == ".maxntid":
-                entry.maxntid = self._dims()
+                entry.maxntid = self._dims(directive)
             elif directive == ".reqntid":
-                entry.reqntid = self._dims()
+                entry.reqntid = self._dims(directive)
             elif directive == ".reqnctapercluster":
-                entry.cluster = self._dims()
+                entry.cluster = self._dims(directive)
             elif directive == ".maxclusterrank":
-                entry.max_cluster = self._dims()[0]
+                entry.max_cluster = self._dims(directive)[0]
             elif directive in (".minnctapersm", ".maxnreg", ".maxnctapersm"):
-                self._dims()
+                self._dims(directive)
             elif directive == ".pragma":
                 self.skip_statement()
             elif directive not in (".explicitcluster", ".blocksareclusters", ".noreturn"):

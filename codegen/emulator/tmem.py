@@ -326,10 +326,13 @@ def _cells(w: Warp, code: Code, address: int, shape: str, lane: Int64, column: I
     if int(columns.max()) >= TMEM_COLUMNS or int(lanes.max()) >= TMEM_LANES:
         valid = (columns < TMEM_COLUMNS) & ((lanes if lanes.ndim == columns.ndim else lanes[..., None]) < TMEM_LANES)
         place = int((~valid).argmax())
+        outside = int(np.broadcast_to(columns, valid.shape).flat[place])
+        row = int(np.broadcast_to(lanes if lanes.ndim == valid.ndim else lanes[..., None], valid.shape).flat[place])
+        wide = outside >= TMEM_COLUMNS
+        what, limit = (f"column {outside}", f"{TMEM_COLUMNS} columns") if wide else (f"lane {row}", f"{TMEM_LANES} lanes")
         cta.report(
             "out_of_bounds",
-            f"{verb} of tensor memory column {int(columns.flat[place])} by {w.name} (PTX line {code.line}): "
-            f"there are {TMEM_COLUMNS} columns",
+            f"{verb} of tensor memory {what} by {w.name} (PTX line {code.line}): there are {limit}",
             code,
             w,
             0,

@@ -185,7 +185,9 @@ def test_cache_hints_change_nothing(policy, monkeypatch):
     with pytest.raises(PtxError, match="takes 4 operands"):
         load_box(tensor_map, (16, 3))
 
-    body = policy + """
+    body = (
+        policy
+        + """
         mov.u32 %r1, dyn; mov.u32 %r2, b; setp.eq.u32 %p1, %tid, 0; ld.param.u64 %rd61, [in];
         @%p1 mbarrier.init.shared.b64 [%r2], 1; bar.sync 0; @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
         @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r1], [%rd61], 128, [%r2], %rd20;
@@ -198,6 +200,7 @@ def test_cache_hints_change_nothing(policy, monkeypatch):
         ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.u32 %r6, [%rd2+256], %rd20; st.global.cs.u32 [%rd3+256], %r6;
         ld.global.L1::evict_last.u32 %r7, [%rd2+384]; st.global.wt.u32 [%rd3+384], %r7;
     """
+    )
     text = f""".version 8.6
         .target sm_90a
         .address_size 64
@@ -471,3 +474,22 @@ def test_a_ring_whose_reads_are_not_fenced_for_the_refill(fence):
     for seed in range(20):
         found, _, _ = run_ring(seed, release=PARTS["release"].replace("fence.proxy.async.shared::cta;", fence))
         assert found == {"proxy_fence"}, seed
+
+
+def test_bytes_that_do_not_balance_are_named():
+    """A phase that has its arrivals but waits for bytes for ever: too many announced, or more copied than announced."""
+    array = np.zeros((6, 32), np.uint32)
+    for announced, said in ((516, "4 bytes that expect_tx announced never came"), (256, "256 bytes more came than expect_tx announced")):
+        text = LOAD.replace("cvta.param.u64 %rd10, map_address;", "mov.b64 %rd9, map0; cvta.param.u64 %rd10, %rd9;")
+        program = tensor_program(text.format(bytes=announced, rank=2, map="%rd10", coords="0, 0"), out=False)
+        hazards = program.launch("k", 1, 32, 4096, [TensorMap(array, (4, 32))]).hazards
+        assert {h.kind for h in hazards} == {"mbarrier", "deadlock"}
+        assert any(said in h.message for h in hazards if h.kind == "mbarrier")
+
+
+def test_what_is_in_flight_at_the_exit_is_its_own_warps():
+    """The report names the warp that issued the copy, whichever warp leaves last."""
+    program = tensor_program(STORE.format(words=128, coords="0, 0", wait="", after=""), out=False)
+    for seed in SEEDS:
+        hazards = program.launch("k", 1, 128, 1024, [TensorMap(np.zeros((6, 32), np.uint32), (4, 32))], seed=seed).hazards
+        assert {(h.warp, h.who) for h in hazards if h.kind == "async_exit"} == {(0, "warp 0")}

@@ -178,3 +178,18 @@ def test_a_file_that_is_no_file_or_too_large_is_refused_at_once(tmp_path, monkey
         assert run_command(tmp_path / name, None, stderr=err) == 2
         assert len(err.getvalue().splitlines()) == 1
         assert word in err.getvalue()
+
+
+def test_json_of_a_run_that_was_given_up(folder):
+    """What was found until then, and why it stopped; stderr has the one line alone."""
+    (folder / "spin.ptx").write_text(
+        ".version 8.0\n.target sm_90a\n.address_size 64\n.entry spin() {\n.reg .b32 %r<4>; .shared .u32 x;\n"
+        "mov.u32 %r1, %tid.x;\nL: st.shared.u32 [x], %r1;\nbra L; }"
+    )
+    stdout = io.StringIO()
+    status, text = run(folder, [], file="spin.ptx", entry="spin", grid="1", budget=2000, as_json=True, stdout=stdout)
+    assert status == 2
+    report = json.loads(stdout.getvalue())
+    assert {hazard["kind"] for hazard in report["hazards"]} == {"race"}
+    assert text.splitlines() == [f"fa4gen emulate: {report['stopped']}"]
+    assert "budget is 2000" in report["stopped"]

@@ -251,3 +251,22 @@ def test_trap_names_its_line(assemble, line_of):
     program = assemble("setp.eq.u32 %p1, %tid, 33;\n@%p1 trap; // HERE", "")
     with pytest.raises(PtxError, match=f"line {line_of(program, 'HERE')}.*trap executed by warp 1"):
         program.launch("k", 1, 64)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "shfl.sync.idx.b32 %r2, %r1, 20, 31, {members};",
+        "vote.sync.ballot.b32 %r2, %p2, {members};",
+        "redux.sync.add.u32 %r2, %r1, {members};",
+        "match.any.sync.b32 %r2, %r1, {members};",
+        "bar.warp.sync {members};",
+    ],
+)
+def test_a_member_that_is_predicated_off_is_reported(assemble, instruction):
+    """The member mask names lanes that have to execute the instruction: a predicate that stops some of them is as a branch around it."""
+    body = "mov.u32 %r1, %tid; setp.ge.u32 %p2, %tid, 0; setp.lt.u32 %p1, %tid, {lanes}; @%p1 " + instruction + " mov.u32 %r1, 0;"
+    for lanes, members, kinds in ((16, "0xffffffff", ["barrier"]), (16, "0xffff", []), (32, "0xffffffff", []), (0, "0xffffffff", [])):
+        if "shfl" in instruction and members == "0xffff":
+            continue  # it reads lane 20
+        run(assemble(body.format(lanes=lanes, members=members) + STORE, "out"), kinds=kinds)

@@ -469,9 +469,7 @@ def test_ex2_and_rcp_stay_within_the_documented_error(x: np.ndarray, ftz: bool) 
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    a=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32), b=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32)
-)
+@given(a=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32), b=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32))
 def test_lanes_are_independent_and_shapes_are_kept(a: list[int], b: list[int]) -> None:
     x, y = np.array(a, np.uint32).view(np.float32), np.array(b, np.uint32).view(np.float32)
     with np.errstate(all="ignore"):

@@ -211,3 +211,10 @@ def test_instruction_budget_ends_an_endless_loop(assemble):
     program = assemble("L: st.shared.u32 [s], %tid; bra L;", shared=".shared .u32 s;")
     with pytest.raises(PtxError, match="budget"):
         program.launch("k", 1, 32, budget=50_000)
+
+
+@pytest.mark.parametrize("directive", [".reqnctapercluster", ".maxclusterrank", ".reqntid", ".maxntid", ".minnctapersm", ".maxnreg"])
+@pytest.mark.parametrize("value", ["0", "-1", "2, 0, 1"])
+def test_a_dimension_below_1_is_refused(directive, value):
+    with pytest.raises(PtxError, match=f"PTX line .*{directive} {value}: a dimension below 1"):
+        Program.from_ptx(HEADER + f".entry k(.param .u64 a) {directive} {value} {{ ret; }}")

@@ -120,6 +120,14 @@ def test_faulty_accesses(assemble, line_of, body, kind):
         assert (kind, line_of(program, "HERE")) in {(h.kind, h.line) for h in found}
 
 
+def test_a_lane_past_the_last_is_named(assemble):
+    body = "setp.ne.u32 %p2, %warp, 3; @%p2 bra SKIP; add.u32 %r2, %r250, 0x800000;"
+    program = kernel(assemble, body + "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r2]; SKIP: tcgen05.wait::ld.sync.aligned;")
+    (found,) = [h.message for h in program.launch("k", 1, 128).hazards if h.kind == "out_of_bounds"]
+    assert "tensor memory lane 128 by warp 3" in found
+    assert found.endswith("there are 128 lanes")
+
+
 @pytest.mark.parametrize(
     ("columns", "free", "extra", "words"),
     [
