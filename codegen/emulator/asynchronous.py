@@ -896,7 +896,8 @@ def _bulk_copy(asm: Assembler, ins: Instruction, words: list[str]) -> Steps:
             if size % 16:
                 raise PtxFault(f"a bulk copy of {size} bytes: the size must be a multiple of 16")
             mapping = _bulk_faults(w, code, inside, size, lane, outside, to_global)
-            starts = np.arange(outside, outside + size, 16)
+            # One that does not fit is refused below: only so many bytes are ever looked at.
+            starts = np.arange(outside, outside + min(size, len(cta.smem)), 16)
             if (profile := cta.launch.profile) is not None:
                 profile.move("bulk copy store" if to_global else "bulk copy load", size)
             if to_global:

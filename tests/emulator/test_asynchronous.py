@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -493,3 +494,21 @@ def test_what_is_in_flight_at_the_exit_is_its_own_warps():
     for seed in SEEDS:
         hazards = program.launch("k", 1, 128, 1024, [TensorMap(np.zeros((6, 32), np.uint32), (4, 32))], seed=seed).hazards
         assert {(h.warp, h.who) for h in hazards if h.kind == "async_exit"} == {(0, "warp 0")}
+
+
+@pytest.mark.parametrize("to_global", [False, True])
+def test_a_copy_of_gigabytes_takes_no_memory(assemble, to_global):
+    """A size in a register is anything up to 4 GiB; what does not fit is refused before it is looked at byte by byte."""
+    copy = (
+        "cp.async.bulk.global.shared::cta.bulk_group [%rd60], [%r2], %r3; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+        if to_global
+        else "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd60], %r3, [b];"
+    )
+    body = "mov.u32 %r2, s; mov.u32 %r3, 4294967280; setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [b], 1; bar.sync 0;"
+    program = assemble(body + "@!%p1 bra END; " + copy + " END:", "out", shared=".shared .align 16 .b8 s[64]; .shared .align 8 .b64 b;")
+    tracemalloc.start()
+    hazards = program.launch("k", 1, 32, 0, [np.zeros(16, np.uint32)]).hazards
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "out_of_bounds" in {h.kind for h in hazards}
+    assert peak < 1 << 26
