@@ -350,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("FA4GEN_DEBUG"):
             raise
+        if isinstance(error, MemoryError):
+            return _fail(f"not enough memory: {str(error) or 'ask for less at once'}")
         if isinstance(error, OSError):
             reason = error.strerror or str(error) or type(error).__name__
             return _fail(f"{error.filename}: {reason}" if error.filename else reason)

@@ -240,6 +240,17 @@ def test_a_bug_is_reported_on_one_line_and_shown_on_request(monkeypatch: pytest.
         main(["schema"])
 
 
+@pytest.mark.parametrize("text", ["Unable to allocate 3.81 GiB", ""])
+def test_a_request_beyond_memory_is_no_bug(text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def greedy() -> None:
+        raise MemoryError(text)
+
+    monkeypatch.setattr("fa4gen.codegen.config.json_schema", greedy)
+    assert main(["schema"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"fa4gen: not enough memory: {text or 'ask for less at once'}"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("fa4gen 0.")

@@ -431,7 +431,7 @@ class _Parser:
         while self.peek() in (".align", ".v2", ".v4", ".attribute", ".ptr"):
             token = self.next()
             if token == ".align":
-                align = self.integer()
+                align = self._alignment()
             elif token == ".attribute":
                 while self.next() != ")":
                     pass
@@ -449,6 +449,8 @@ class _Parser:
                     known = False
                     continue
                 count *= self.integer()
+                if count < 0:
+                    raise PtxError(f"variable {name} has a negative dimension", line)
                 self.expect("]")
             data: bytes | None = None
             references: list[tuple[int, str, int]] = []
@@ -496,6 +498,12 @@ class _Parser:
         number = self._number(self.next(), line)
         payload += _literal_bits(number, negative, kind).to_bytes(size, "little")
 
+    def _alignment(self) -> int:
+        value = self.integer()
+        if value < 1 or value & (value - 1):
+            raise PtxError(f".align {value} is no power of two", self.line)
+        return value
+
     def _dims(self, directive: str) -> tuple[int, int, int]:
         values = [self.integer()]
         while self.accept(","):
@@ -525,7 +533,7 @@ class _Parser:
             while self.peek().startswith("."):
                 word = self.next()
                 if word == ".align":
-                    align = self.integer()
+                    align = self._alignment()
                 elif word[1:] in TYPE_BYTES:
                     kind = word[1:]
                 elif word not in (".ptr", *_SPACES):

@@ -218,3 +218,13 @@ def test_instruction_budget_ends_an_endless_loop(assemble):
 def test_a_dimension_below_1_is_refused(directive, value):
     with pytest.raises(PtxError, match=f"PTX line .*{directive} {value}: a dimension below 1"):
         Program.from_ptx(HEADER + f".entry k(.param .u64 a) {directive} {value} {{ ret; }}")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "match"),
+    [(f".shared .align {n} .b8 x[4];", f"PTX line .*\\.align {n} is no power of two") for n in (0, 3, -8)]
+    + [(".shared .b8 x[-5];", "PTX line .*x has a negative dimension")],
+)
+def test_declarations_that_cannot_be_are_refused(declaration, match):
+    with pytest.raises(PtxError, match=match):
+        Program.from_ptx(HEADER + f".entry k() {{ {declaration} ret; }}")
