@@ -1039,7 +1039,8 @@ class Run:
             barrier: MBarrier = group.blocked[1]
             if barrier.pending == 0 and barrier.tx:
                 line = self.code.lines[min(group.pc, len(self.code.lines) - 1)]
-                text = f"mbarrier {barrier.place}: phase {barrier.phase} has all its arrivals, but {_imbalance(barrier)}"
+                owner = f" of CTA {barrier.cta.index}" if self.total > 1 else ""
+                text = f"mbarrier {barrier.place}{owner}: phase {barrier.phase} has all its arrivals, but {_imbalance(barrier)}"
                 source = self.code.sources.get(line, "")
                 self.reporter.add(Hazard("mbarrier", text, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
 
@@ -1084,8 +1085,8 @@ class Run:
         warp, line = first
         source = self.code.sources.get(line, "")
         message = "no warp can go on: " + "; ".join(parts)
-        self._report_imbalance()
         self.reporter.add(Hazard("deadlock", message, line, warp.index, 0, 0, source=source, cta=warp.cta.index, who=warp.name))
+        self._report_imbalance()
 
 
 def _imbalance(barrier: MBarrier) -> str:

@@ -375,8 +375,9 @@ def test_multicast_loads(kind):
         assert kinds(unwaited, args, cluster=(4, 1, 1), seed=seed) & {"race", "uninitialized"}
     # CTA 2 is left out and waits for ever.
     found = launch(partial, args, cluster=(4, 1, 1)).hazards
-    assert [h.kind for h in found] == ["deadlock"]
+    assert [h.kind for h in found] == ["deadlock", "mbarrier"]
     assert "CTA 2" in found[0].message
+    assert "of CTA 2: phase 0 has all its arrivals" in found[1].message
     with pytest.raises(PtxError, match="multicast mask 0x1f does not name CTAs of a cluster of 4"):
         launch(multicast_program(multicast(kind, "31")), args, cluster=(4, 1, 1))
 
