@@ -549,14 +549,18 @@ def test_relative_error_never_lets_a_nan_pass():
 
 
 class FakeGpu:
-    """Gives each implementation a fixed time and remembers the order of launches."""
+    """Gives each implementation a fixed time and remembers the order of launches; every `period`-th launch ends `late` seconds late."""
 
-    def __init__(self, seconds):
-        self.seconds, self.order = seconds, []
+    def __init__(self, seconds, period=1, late=0.0):
+        self.seconds, self.order, self.launches, self.period, self.late = seconds, [], 0, period, late
+
+    def delay(self, seconds):
+        self.launches += 1
 
     def timed(self, name, enqueue, *, flush, host_seconds):
         self.order.append((name, flush))
-        return self.seconds[name]
+        self.launches += 3  # a delay, a flush and the launch itself
+        return self.seconds[name] + self.late * (self.launches % self.period < 3)
 
 
 class FakeImplementation:
@@ -578,6 +582,15 @@ def test_implementations_take_turns_and_slow_ones_get_fewer_launches():
     assert [(entry["zero"].count, entry["read"].count) for entry in us] == [(8, 8), (8, 8), (5, 5)]
     starts = [gpu.order[3 + 6 * turn][0] for turn in range(5)]
     assert starts == ["a", "b", "slow", "a", "b"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
+def test_what_makes_some_launches_late_makes_no_implementation_slower(count):
+    """An H200 starts every fourth timed launch late. In turns without anything between them they are always the same implementations'."""
+    gpu = FakeGpu({str(i): 1e-5 for i in range(count)}, period=12, late=8e-7)
+    checked = [measure.Checked(FakeImplementation(name), None, 1e-5) for name in gpu.seconds]
+    us = measure.time_all(gpu, checked, repeats=40)
+    assert [entry[flush].median for entry in us for flush in ("zero", "read")] == pytest.approx([10.0] * 2 * count, abs=1e-3)
 
 
 # --- tuning --------------------------------------------------------------------------------------------------------------------

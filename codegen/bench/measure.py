@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ THREADS = 256
 VECTOR_BYTES = 16
 VALUES_CHUNK = 512
 SCORES_KEYS_PER_BLOCK = THREADS // 32
+LATE_PERIOD = 12  # launches, delays and flushes included, that four timed ones take together
 SLOW = 3.0  # an implementation this many times slower than the fastest gets SLOW_REPEATS timed launches
 SLOW_REPEATS = 5
 
@@ -382,9 +384,14 @@ def time_all(gpu: Gpu, checked: Iterable[Checked], *, repeats: int, flushes: Seq
     repeats: launches of each under each flush; those SLOW times slower than the fastest get fewer.
     """
     items = list(checked)
+    # Every fourth timed launch of a stream starts about 0.8 us late, whatever it runs (bench/LOG.md 19). Without launches in between that
+    # number at random, the late ones would always be the same implementation's.
+    between = random.Random(0)
 
     def once(item: Checked, flush: Flush) -> float:
         name = item.implementation.name
+        for _ in range(between.randrange(LATE_PERIOD)):
+            gpu.delay(1e-6)
         return gpu.timed(name, item.implementation.enqueue, flush=flush, host_seconds=item.host_seconds)
 
     first = [once(item, flushes[0]) for item in items]
