@@ -42,6 +42,7 @@ SECOND_STEP_US = 2.5
 MERGE_US = 2.5
 MERGE_BYTES_PER_US = 35e3
 MAX_WAVES = 4
+MAX_KEY_TILES = 1 << 31
 # More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
 AUTO_PARTITIONS = 32
 
@@ -152,6 +153,17 @@ def alone_us(geo: Geometry) -> float:
     return (TILE_US + tile_bytes(geo) / CTA_BYTES_PER_US) * (1 + geo.tile_rows / ROWS_OF_TWICE)
 
 
+def window_tiles(config: Config, geo: Geometry, positions: int) -> int:
+    """Key tiles that the windows of a query tile of `positions` positions reach, at most; MAX_KEY_TILES where nothing bounds them.
+
+    A list of pages says only on the device which of them a window has.
+    """
+    if config.window is None or config.page_list:
+        return MAX_KEY_TILES
+    # Together the windows have window + positions - 1 keys, the first of which may be the last of its tile.
+    return -(-(config.window + positions - 2) // geo.block_keys) + 1
+
+
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
     """The split expected to finish first on `ctas` CTAs that run at once; each of `query_tiles` query tiles has `key_tiles` key tiles.
 
@@ -258,7 +270,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("v_map", "CUtensorMap", "V, as k_map"),
         ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
-        ("partitions", "unsigned", f"partitions that cover the keys, at most {geo.max_partitions}; 1 needs no workspace"),
+        ("partitions", "unsigned", f"partitions that cover {_covered(config)}, at most {geo.max_partitions}; 1 needs no workspace"),
         ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
@@ -279,6 +291,11 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         "smem_bytes": geo.smem_bytes,
         "arguments": [{"name": name, "type": kind, "meaning": meaning} for name, kind, meaning in arguments],
     }
+
+
+def _covered(config: Config) -> str:
+    by_window = config.window is not None and not config.page_list
+    return "the keys" if not by_window else "the keys, or if fewer those of a query tile's windows, from their first key tile on"
 
 
 def attention_entry_infos(config: Config, arch: str) -> list[dict[str, Any]]:
@@ -323,10 +340,11 @@ def attention_launch(
     sequence (ragged_queries): rows beyond that, and those of no sequence, are left as they are, and a start that falls or lies outside
     counts as the nearest that does not. sinks: [q_heads], natural logarithm (sinks). k_scale, v_scale: factors of K
     and V, [kv_heads], or with kv_scale page [pages, kv_heads], those of V positive then (kv_dtype).
-    scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once, default one for each SM of the target's first chip;
-    on sm_90a the grid is no larger, and each CTA takes several items where there are more.
+    scale: softmax scale, default 1 / sqrt(depth). ctas: CTAs that run at once where each has an SM for itself, default the SMs of the
+    target's first chip; on sm_90a the grid is no larger than ctas_per_sm times that, and each CTA takes several items where there are more.
     partition_keys: keys of a partition, a multiple of the key tile; "auto": chosen so that `ctas` CTAs finish first (fastest,
-    but a sequence's bits depend on what else is in the batch); None: as the config's `split` says, else all keys in one partition.
+    but a sequence's bits depend on what else is in the batch; with a window on sm_90a partitions of the window's keys alone); None: as
+    the config's `split` says, else all keys in one partition.
     workspace: of the stream that the launch will run in; a new one unless given.
     Raises ValueError where an array does not fit.
     """
@@ -353,6 +371,7 @@ def attention_launch(
     batch, q_len, keys, kv_heads, group = extents
     entry = entry_config(config, geo.arch, q_len, group)
     geo = _sm90(geo if entry == config else derive(entry, geo.arch))
+    ctas *= geo.ctas_per_sm
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
     # A list has tiles of its pages alone.
@@ -360,7 +379,7 @@ def attention_launch(
     if partition_keys is None:
         split = Split(key_tiles, 1)
     elif partition_keys == "auto":
-        split = auto_split(geo, key_tiles, query_tiles, ctas)
+        split = auto_split(geo, min(key_tiles, window_tiles(config, geo, min(tiles.positions, q_len))), query_tiles, ctas)
     else:
         split = fixed_split(key_tiles, partition_keys, geo.block_keys)
     cluster = cluster_size(geo, split.partitions)

@@ -205,6 +205,11 @@ class Config(BaseModel):
     warpgroups: Annotated[Literal[1, 2] | None, BeforeValidator(lambda v: v if v is None else _plain_int(v))] = Field(
         None, description="softmax warpgroups, each with its own key tiles and accumulators; derived: 2"
     )
+    ctas_per_sm: Annotated[Literal[1, 2, 3, 4] | None, BeforeValidator(lambda v: v if v is None else _plain_int(v))] = Field(
+        None,
+        description="sm_90a shared-key: CTAs that share an SM, its shared memory and registers, so that one computes while another waits; "
+        "derived: as many as measure fastest and never spill",
+    )
     tile_rows: Positive | None = Field(None, description="rows of a tile that carry queries, the rest is padding; derived: rows")
     rescale: Literal["eager", "lazy", "exact"] = Field(
         "lazy",

@@ -129,7 +129,7 @@ def _entry(config: Config, arch: str) -> dict[str, Any]:
         "name": launch.entry,
         "numbers": [
             *(geo.tile_rows, launch.block[0], launch.smem_bytes, geo.block_keys),
-            *(partial_floats, lse_floats, getattr(geo, "max_cluster", 1), geo.warpgroups),
+            *(partial_floats, lse_floats, getattr(geo, "max_cluster", 1), getattr(geo, "ctas_per_sm", 1), geo.warpgroups),
             *(attention.tile_bytes(geo), attention.alone_us(geo)),
         ],
         "maps": [_map_facts(name, given[name]) for name in MAPS],
@@ -191,6 +191,7 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
             own.append(kernel)
             kernels.append(kernel)
         fixed = fixed_keys(config.split) if config.split else None
+        bounding_window = 0 if config.page_list else config.window or 0
         own_lengths = config.key_lengths or config.kv_layout == "paged" or config.rescale == "exact"
         flags = (int(flag) for flag in (config.page_list, config.ragged_queries, own_lengths))
         rendered.append(
@@ -204,7 +205,7 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
                 "summary": _summary(config),
                 "archs": [arch for arch in archs if (config, arch) in targets],
                 "kernels": own,
-                "numbers": [config.ov_depth, config.page_size or 0, config.group or 0, fixed or 0, *flags],
+                "numbers": [config.ov_depth, config.page_size or 0, config.group or 0, fixed or 0, bounding_window, *flags],
                 "scale": f"{np.float32(1.0 / math.sqrt(config.ov_depth)):.9g}",
             }
         )

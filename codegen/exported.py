@@ -33,13 +33,14 @@ def cubin_name(config: Config, arch: str) -> str:
 
 
 def entry_facts(config: Config, arch: str) -> dict[str, dict[str, Any]]:
-    """Entry -> its block, grid rule, dynamic smem_bytes, arguments, tile rows and largest cluster, as an export's manifest has them."""
+    """Entry -> its block, grid rule, dynamic smem_bytes, arguments, tile rows, largest cluster and CTAs an SM, for the manifest."""
     facts = {}
     for entry in entry_configs(config, arch):
         geo = derive(entry, arch)
         info = attention_entry_info(entry, geo)
         name = info.pop("name")
-        facts[name] = info | {"tile_rows": geo.tile_rows, "max_cluster": getattr(geo, "max_cluster", 1)}
+        shared = {fact: getattr(geo, fact, 1) for fact in ("max_cluster", "ctas_per_sm")}
+        facts[name] = info | {"tile_rows": geo.tile_rows} | shared
     return facts
 
 

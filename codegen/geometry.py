@@ -113,6 +113,11 @@ class Geometry:
     combine_band: int
     unit_tmem_columns: int
 
+    @property
+    def smem_limit(self) -> int:
+        """Most bytes of dynamic shared memory that a CTA of the full kernel may have."""
+        return SMEM_LIMIT_BYTES
+
 
 def common(config: Config) -> Common:
     """The target-independent part of the geometry."""
@@ -240,6 +245,8 @@ def symbol(config: Config, arch: str, kind: str = "attention") -> str:
     if config.kv_dtype is not None:
         parts.append("kv8" if config.kv_scale == "head" else "kv8page")
     given = {"b": config.block_keys, "s": config.ring_slots, "w": config.warpgroups, "t": config.tile_rows, "g": config.group}
+    if arch == "sm_90a":
+        given["c"] = config.ctas_per_sm
     parts += [f"{letter}{value}" for letter, value in given.items() if value is not None]
     parts.append(arch.replace("_", ""))
     return "_".join(parts)

@@ -38,6 +38,11 @@ FP8_SLOT_DEPTH = 256  # of a slot of 8-bit K or V: as many bytes, two sub-tiles 
 MIN_SLOT_BYTES = 8_192  # a slot also takes an O block of a partition that is merged, 32 rows of 64 float32
 WARP_THREADS = 32
 REGISTERS_PER_SM = 65_536
+SMEM_PER_SM_BYTES = 233_472
+SMEM_PER_CTA_BYTES = 1_024  # of it, that the system keeps for every CTA
+SHARED_SM_DEPTH = 128  # at most, for more CTAs than one an SM; at 256 two are no faster, and slower with 32 rows
+FOUR_CTAS_O_ELEMENTS = 512
+FP8_RING_BYTES = 65_536
 MAX_REGISTERS = 255
 REGISTER_STEP = 8
 P_BUFFERS = 2
@@ -62,6 +67,7 @@ register_rules(
         "ring-per-warpgroup": "on sm_90a every warpgroup has a ring of its own: ring_slots is a multiple of warpgroups",
         "ring-per-part": "on sm_90a every part of a key-split warpgroup has a ring of its own: ring_slots is a multiple of m_pack",
         "key-split-warpgroups": "on sm_90a a key-split kernel has one consumer warpgroup: the O of a second one leaves no room for a ring",
+        "ctas-per-sm": "on sm_90a CTAs share an SM in shared-key with one warpgroup: the others need its registers for themselves",
     }
 )
 
@@ -70,6 +76,7 @@ register_rules(
 class Sm90Geometry(Geometry):
     """What sm_90a adds. A chunk is a [rows of the tile, 128 bytes] piece of a tile in shared memory, the width of the swizzle.
 
+    ctas_per_sm: CTAs that an SM runs at once; each has that part of its shared memory and of its registers
     threads, producer_warps: of the CTA; the producer warps follow the consumer warpgroups
     consumer_registers, producer_registers: setmaxnreg budgets, 0 where the launch's own are kept
     slots_per_ring: ring_slots / warpgroups
@@ -97,6 +104,7 @@ class Sm90Geometry(Geometry):
     smem_map: offsets and sizes in bytes
     """
 
+    ctas_per_sm: int
     threads: int
     producer_warps: int
     consumer_registers: int
@@ -137,6 +145,10 @@ class Sm90Geometry(Geometry):
     piece_blocks: int
     piece_bytes: int
     smem_map: tuple[Region, ...]
+
+    @property
+    def smem_limit(self) -> int:
+        return smem_share(self.ctas_per_sm)
 
     @property
     def tile_pages(self) -> int:
@@ -207,6 +219,11 @@ class Sm90KeySplitGeometry(Sm90Geometry):
     merge_unroll: int
 
 
+def smem_share(ctas_per_sm: int) -> int:
+    """Bytes of shared memory for each of the CTAs that an SM runs at once; for one they are SMEM_LIMIT_BYTES."""
+    return SMEM_PER_SM_BYTES // ctas_per_sm - SMEM_PER_CTA_BYTES
+
+
 def derive_sm90(config: Config) -> Sm90Geometry:
     """The sm_90a geometry. Raises ConfigError naming the rule that the config breaks.
 
@@ -219,7 +236,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         return _derive_key_split(config)
     shape = common(config)
     # One keeps up with the memory at every tile size, and then a second one only adds a merge. With half the bytes to wait for it does not.
-    shape["warpgroups"] = config.warpgroups or (1 if config.kv_dtype is None else 2)
+    shape["warpgroups"] = config.warpgroups or (1 if config.kv_dtype is None or (config.ctas_per_sm or 1) > 1 else 2)
     depth, warpgroups, out_bytes = shape["depth"], shape["warpgroups"], shape["out_bytes"]
     has_kernel = config.m_pack == 4
     fp8 = config.kv_dtype is not None
@@ -227,6 +244,9 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
     require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
     require(not has_kernel or tile_rows in WGMMA_TILE_ROWS, "wgmma-tile-rows", "tile_rows", tile_rows, "use 8, 16 or 32")
+
+    remedy = "set warpgroups: 1, or leave ctas_per_sm out"
+    require(config.ctas_per_sm in (None, 1) or warpgroups == 1, "ctas-per-sm", "ctas_per_sm", config.ctas_per_sm, remedy)
 
     kv_bytes = FP8_BYTES if fp8 else OPERAND_BYTES
     slot_depth = min(depth, FP8_SLOT_DEPTH if fp8 else SLOT_DEPTH)
@@ -270,34 +290,51 @@ def derive_sm90(config: Config) -> Sm90Geometry:
             ]
         )
 
-    def most_slots(q_buffers: int, cluster: int) -> int:
-        free = SMEM_LIMIT_BYTES - smem_map_for(0, q_buffers, cluster)[-1].end
-        return max(0, free // (slot_bytes + 2 * MBARRIER_BYTES)) // warpgroups * warpgroups
+    def buffers_and_slots(sharing: int) -> tuple[int, int, int, int]:
+        # max_cluster, q_buffers, held_tiles, and the most slots beside them. Rings are measured by what those of an SM have together.
+        def most_slots(q_buffers: int, cluster: int) -> int:
+            free = smem_share(sharing) - smem_map_for(0, q_buffers, cluster)[-1].end
+            return max(0, free // (slot_bytes + 2 * MBARRIER_BYTES)) // warpgroups * warpgroups
 
-    # What the others of a cluster send needs room that nothing else uses: a CTA may still be at work when the first of them are done.
-    widest = min(MAX_CLUSTER, depth // MMA_M) if warpgroups == 1 else 1
-    clusters = [cluster for cluster in (4, 2) if cluster <= widest]
-    limits = (FULL_RING_BYTES, LEAST_RING_BYTES)
-    max_cluster = next((cluster for least in limits for cluster in clusters if most_slots(2, cluster) * slot_bytes >= least), 1)
-    q_buffers = 2 if max_cluster > 1 or most_slots(2, 1) * slot_bytes >= SECOND_Q_RING_BYTES else 1
-    # O waits in Q's buffers, see store_held in the template: where every item of an unsplit launch has work, so not with ragged queries, of
-    # which some have no tile. The ring gives up to 24 KiB for it, which it has beyond what the memory needs.
-    held_tiles = 1
-    if out_region == "q" and warpgroups == 1 and not config.ragged_queries and HELD_TILES * q_bytes <= HELD_BYTES:
-        q_buffers = held_tiles = HELD_TILES
-    most = most_slots(q_buffers, max_cluster)
+        # What the others of a cluster send needs room that nothing else uses: a CTA may still be at work when the first of them are done.
+        widest = min(MAX_CLUSTER, depth // MMA_M) if warpgroups == 1 else 1
+        clusters = [cluster for cluster in (4, 2) if cluster <= widest]
+        limits = (FULL_RING_BYTES, LEAST_RING_BYTES)
+        wide = (cluster for least in limits for cluster in clusters if sharing * most_slots(2, cluster) * slot_bytes >= least)
+        max_cluster = next(wide, 1)
+        q_buffers = 2 if max_cluster > 1 or sharing * most_slots(2, 1) * slot_bytes >= SECOND_Q_RING_BYTES else 1
+        # O waits in Q's buffers, see store_held in the template: where every item of an unsplit launch has work, so not with ragged
+        # queries, of which some have no tile. The ring gives up to 24 KiB for it, which it has beyond what the memory needs.
+        held_tiles = 1
+        if out_region == "q" and warpgroups == 1 and not config.ragged_queries and sharing * HELD_TILES * q_bytes <= HELD_BYTES:
+            q_buffers = held_tiles = HELD_TILES
+        return max_cluster, q_buffers, held_tiles, most_slots(q_buffers, max_cluster)
+
+    # Where O leaves them the registers, more CTAs than one hide what each waits for; 4 of 8 rows have 80 registers a thread, 2 have 168.
+    useful = 1 if warpgroups == 2 or depth > SHARED_SM_DEPTH else 4 if tile_rows * depth <= FOUR_CTAS_O_ELEMENTS else 2
+    choices = [config.ctas_per_sm] if config.ctas_per_sm else [sharing for sharing in (4, 2, 1) if sharing <= useful]
+    # A ring that is asked for may leave room for fewer.
+    sharing = next((choice for choice in choices if buffers_and_slots(choice)[3] >= (config.ring_slots or 1)), choices[-1])
+    max_cluster, q_buffers, held_tiles, most = buffers_and_slots(sharing)
     # Slots of a tile are released one behind: the next one's MMAs are issued first. A tile of one slot has none to wait for.
     tile_slots = depth // slot_depth
     floor = min(tile_slots, 2) * warpgroups
-    ring_slots = config.ring_slots or most
+    useful_slots = most
+    if fp8:
+        # More than keep the memory busy are slower, most of all where it has writes to do: two slots a tile, and no less than a tile each.
+        useful_slots = max(FP8_RING_BYTES // slot_bytes, 2 * tile_slots * warpgroups) // warpgroups * warpgroups
+    ring_slots = config.ring_slots or min(most, useful_slots)
     given = config.ring_slots is not None
     key, value = ("ring_slots", ring_slots) if given else ("ov_depth", depth)
-    remedy = f"use a multiple of {warpgroups} from {floor} to {most}" if most >= floor else "use a smaller tile_rows, or one warpgroup"
+    smaller = "use a smaller tile_rows, or one warpgroup" if sharing == 1 else "use a smaller ctas_per_sm, or a smaller tile_rows"
+    remedy = f"use a multiple of {warpgroups} from {floor} to {most}" if most >= floor else smaller
     require(ring_slots % warpgroups == 0, "ring-per-warpgroup", key, value, remedy)
     require(ring_slots >= floor, "ring-floor", key, value, remedy, f"{ring_slots} of at least {floor}")
     smem_map = smem_map_for(ring_slots, q_buffers, max_cluster)
     smem_bytes = smem_map[-1].end
-    require(smem_bytes <= SMEM_LIMIT_BYTES, "smem-bytes", key, value, remedy, f"{ring_slots} slots need {smem_bytes:,}")
+    among = f", and {sharing} CTAs an SM leave each {smem_share(sharing):,}" if sharing > 1 else ""
+    found = f"{ring_slots} slots need {smem_bytes:,}{among}"
+    require(smem_bytes <= smem_share(sharing), "smem-bytes", key, value, remedy, found)
 
     # One ring's producer warp each, and one for Q. Two consumer warpgroups leave 168 registers a thread, so the producers lend theirs,
     # which setmaxnreg does by whole warpgroups.
@@ -323,6 +360,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
         mbarriers=2 * ring_slots + 2 * q_buffers + warpgroups + (2 if warpgroups == 1 else 0),
         tmem_columns=0,
         tmem_columns_allocated=0,
+        ctas_per_sm=sharing,
         threads=warpgroups * WARPGROUP_THREADS + producer_warps * WARP_THREADS,
         producer_warps=producer_warps,
         consumer_registers=consumer_registers,
@@ -382,6 +420,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
     m_pack, rows, depth, tile_rows, out_bytes = (shape[key] for key in ("m_pack", "rows", "depth", "tile_rows", "out_bytes"))
     remedy = f"use {MMA_M}, leave it out, or list only sm_100a"
     require(config.block_keys in (None, MMA_M), "wgmma-key-tile", "block_keys", config.block_keys, remedy)
+    require(config.ctas_per_sm in (None, 1), "ctas-per-sm", "ctas_per_sm", config.ctas_per_sm, "set shared_key: true, or leave it out")
     remedy = "use 1, leave it out, or list only sm_100a"
     require(config.warpgroups in (None, 1), "key-split-warpgroups", "warpgroups", config.warpgroups, remedy)
     shape["warpgroups"] = 1
@@ -450,6 +489,7 @@ def _derive_key_split(config: Config) -> Sm90KeySplitGeometry:
         mbarriers=2 * ring_slots + 2 * q_buffers + 1,
         tmem_columns=0,
         tmem_columns_allocated=0,
+        ctas_per_sm=1,
         threads=WARPGROUP_THREADS + producer_warps * WARP_THREADS,
         producer_warps=producer_warps,
         consumer_registers=MAX_REGISTERS // REGISTER_STEP * REGISTER_STEP if producer_registers else 0,

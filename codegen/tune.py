@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "tile_rows": (8, 16, 32, 64),
     "warpgroups": (1, 2),
+    "ctas_per_sm": (1, 2, 3, 4),
     "slot_depth": (64, 128, 256),
     "ring_slots": tuple(range(2, 65)),
     "rescale": ("eager", "lazy"),

@@ -25,6 +25,7 @@ from fa4gen.codegen.attention import (
     entry_config,
     fixed_split,
     tiling,
+    window_tiles,
 )
 from fa4gen.codegen.backends import Compiled, Launch
 from fa4gen.codegen.backends.cuda import CudaBackend, DeviceArray
@@ -85,6 +86,10 @@ def test_shared_memory_and_registers_fit(depth, rows, warpgroups, out_dtype):
         ({"split": "fixed 0"}, "split"),
         ({"split": "128"}, "split"),
         ({"ring_slots": 40}, "smem-bytes"),
+        ({"ring_slots": 12, "ov_depth": 128, "ctas_per_sm": 2}, "smem-bytes"),
+        ({"ov_depth": 128, "warpgroups": 2, "ctas_per_sm": 2}, "ctas-per-sm"),
+        ({"ov_depth": 64, "shared_key": False, "ctas_per_sm": 2}, "ctas-per-sm"),
+        ({"ctas_per_sm": 5}, "allowed-value"),
         ({"ov_depth": 64, "kv_dtype": "float8_e4m3fn", "kv_layout": "paged", "page_size": 1}, "fp8-page-rows"),
     ],
 )
@@ -93,6 +98,57 @@ def test_a_broken_rule_is_named(fields, rule):
         config(512, **fields)
     assert error.value.rule == rule
     assert "\n" not in str(error.value)
+
+
+# (depth, rows, CTAs an SM) of which Q, O and what is exchanged leave no memory for a ring.
+CROWDED = [(256, 32, 4), (512, 16, 4), (512, 32, 3), (512, 32, 4)]
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in itertools.product((64, 128, 256, 512), (8, 16, 32), (1, 2, 3, 4)) if shape not in CROWDED]
+)
+def test_ctas_that_share_an_sm_fit_it_together(shape):
+    depth, rows, ctas_per_sm = shape
+    geo = geometry(config(depth, rows, ctas_per_sm=ctas_per_sm))
+    assert geo.ctas_per_sm == ctas_per_sm
+    # 228 KiB and 2,048 threads an SM; the system keeps 1 KiB for each CTA.
+    assert ctas_per_sm * (geo.smem_bytes + 1_024) <= 233_472
+    assert geo.smem_bytes <= geo.smem_limit == 233_472 // ctas_per_sm - 1_024
+    assert ctas_per_sm * geo.threads <= 2_048
+
+
+@pytest.mark.parametrize("shape", CROWDED)
+def test_more_ctas_than_an_sm_has_memory_for_are_refused(shape):
+    depth, rows, ctas_per_sm = shape
+    with pytest.raises(ConfigError, match="ctas_per_sm") as error:
+        config(depth, rows, ctas_per_sm=ctas_per_sm)
+    assert error.value.rule == "ring-floor"
+
+
+def test_how_many_ctas_share_an_sm_follows_from_depth_rows_and_ring():
+    rows = (8, 16, 32)
+    assert [geometry(config(64, tile_rows)).ctas_per_sm for tile_rows in rows] == [4, 2, 2]
+    assert [geometry(config(128, tile_rows)).ctas_per_sm for tile_rows in rows] == [2, 2, 2]
+    assert [geometry(config(depth, tile_rows)).ctas_per_sm for depth in (256, 512) for tile_rows in rows] == [1] * 6
+    assert geometry(config(128, 8, warpgroups=2)).ctas_per_sm == 1
+    # A ring that is asked for is had, if need be with the SM for itself.
+    assert [geometry(config(128, 8, ring_slots=slots)).ctas_per_sm for slots in (2, 5, 6, 12)] == [2, 2, 1, 1]
+    assert [geometry(config(64, 8, ring_slots=slots)).ctas_per_sm for slots in (4, 5, 12, 13)] == [4, 2, 2, 1]
+
+
+def test_ctas_that_share_an_sm_are_in_the_name_where_the_config_says_so():
+    assert "_c" not in symbol(config(128), "sm_90a").removesuffix("_sm90a")
+    assert symbol(config(128, ctas_per_sm=2), "sm_90a").endswith("_c2_sm90a")
+    both = config(128, warpgroups=None, ctas_per_sm=2, arch=["sm_90a", "sm_100a"])
+    assert "_c2" not in symbol(both, "sm_100a")
+
+
+def test_an_unsplit_launch_has_a_cta_for_each_place_on_the_chip():
+    for fields, places in (({"ctas_per_sm": 1}, 3), ({"ctas_per_sm": 2}, 6), ({}, 6)):
+        problem = Problem(config(128, **fields), 12, 1, 100, 4)
+        # 12 items: as few CTAs as do with the same number of items each.
+        assert problem.launch(ctas=3).grid == (places, 1, 1)
+        assert problem.launch(ctas=100).grid == (12, 1, 1)
 
 
 def test_tile_rows_are_an_n_of_wgmma():
@@ -259,6 +315,34 @@ def test_more_ctas_than_the_memory_feeds_are_not_worth_a_merge(monkeypatch):
 def test_auto_split_of_eight_bits_goes_by_what_a_cta_can_take(depth, key_tiles, query_tiles, partitions):
     geo = geometry(config(depth, kv_dtype="float8_e4m3fn", warpgroups=2))
     assert auto_split(geo, key_tiles, query_tiles, 132).partitions == partitions
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 40), st.integers(1, 3000), st.sampled_from([8, 16, 32]), st.sampled_from([1, 2, 3, 8]), st.data()
+)
+def test_window_tiles_bound_what_a_query_tile_sees(window, q_len, keys, tile_rows, group, data):
+    c = config(128, tile_rows, mask="causal", window=window)
+    positions = min(tiling(tile_rows, q_len, group).positions, q_len)
+    bound = window_tiles(c, geometry(c), positions)
+    first = data.draw(st.integers(0, q_len - 1)) // positions * positions
+    last = min(first + positions, q_len) - 1
+    # Position i sees the keys from keys - q_len + i - window + 1 to keys - q_len + i.
+    low, high = max(keys - q_len + first - window + 1, 0), keys - q_len + last
+    seen = {key // 64 for key in range(low, high + 1)}
+    assert len(seen) <= bound
+    # With the worst place of the first key the bound is met.
+    assert len({key // 64 for key in range(63, 63 + window + positions - 1)}) == bound
+
+
+def test_a_window_splits_its_own_keys_only():
+    c = config(128, 8, rescale="lazy", mask="causal", window=600)
+    launches = [Problem(c, 1, 1, keys, 4).launch(ctas=16, partition_keys="auto") for keys in (700, 5000, 60_000)]
+    names = [argument["name"] for argument in attention_entry_info(c, geometry(c))["arguments"]]
+    splits = {tuple(launch.args[names.index(name)] for name in ("partition_tiles", "partitions")) for launch in launches}
+    assert len(splits) == 1
+    ((tiles, partitions),) = splits
+    assert partitions > 1
+    assert window_tiles(c, geometry(c), 1) <= tiles * partitions < 5000 // 64
 
 
 def test_fixed_split():

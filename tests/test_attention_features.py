@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attention_problem import DTYPES, OUT_BOUND, compiled, source
 
-from fa4gen.codegen import reference
+from fa4gen.codegen import compiler, reference
 from fa4gen.codegen.attention import attention_entry_infos, attention_launch
 from fa4gen.codegen.backends import Launch
 from fa4gen.codegen.backends.emulator import EmulatorBackend
@@ -132,6 +132,7 @@ RAGGED = {"ragged_queries": True, "key_lengths": True}
 LISTED = PAGED | {"page_list": True}
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 FP8_PAGES = FP8 | {"kv_scale": "page"}
+AUTO = {"partition_keys": "auto", "ctas": 16}
 CAUSAL_PAGES = {"page_size": 16, "mask": "causal", "window": 90, "tile_rows": 8}
 CASES: list[Case] = [
     ({"key_lengths": True}, ([1] * 4, [0, 1, 130, 64], 8, 1), {}),
@@ -157,6 +158,20 @@ CASES: list[Case] = [
     ({"mask": "causal", "window": 150, "ov_depth": 128}, ([1] * 2, [1100, 1100], 8, 1), {"partition_keys": 64}),
     ({"mask": "causal", "window": 400, "ov_depth": 128, "out_dtype": "float32"}, ([1], [1100], 8, 1), {"partition_keys": 64}),
     ({"mask": "causal", "window": 90, "key_lengths": True}, ([2] * 3, [0, 40, 400], 8, 1), {"partition_keys": 128}),
+    # Partitions of the window alone: in a cluster, in several, in one CTA; sequences that they cover whole, and ones that they do not.
+    *(
+        ({"mask": "causal", "window": window, "key_lengths": True, "ov_depth": depth}, ([2] * 3, lengths, 4, 1), AUTO)
+        for depth, window, lengths in (
+            (128, 300, [0, 40, 1500]),
+            (128, 1000, [1063, 1000, 1800]),
+            (256, 300, [384, 385, 2000]),
+            (64, 600, [700, 1, 1400]),
+        )
+    ),
+    (RAGGED | PAGED | {"page_size": 16, "mask": "causal", "window": 600, "ov_depth": 256}, ([4, 1, 9], [900, 0, 1222], 6, 1), AUTO),
+    ({"mask": "causal", "window": 1000, "key_lengths": True, "warpgroups": 2, "ov_depth": 128}, ([17, 17], [1700, 900], 2, 1), AUTO),
+    # Fewer key tiles in the window than queries see keys; several items a CTA, O of all but the last held; more CTAs than items.
+    ({"mask": "causal", "window": 5, "key_lengths": True, "ov_depth": 128}, ([3] * 5, [2, 0, 700, 64, 129], 8, 2), AUTO | {"ctas": 1}),
     ({"softcap": 3.0}, ([1], [130], 8, 1), {"scale": 1.0}),
     ({"softcap": 20.0, "mask": "causal", "warpgroups": 2}, ([3], [200], 5, 1), {"scale": -3.0}),
     ({"sinks": True, "key_lengths": True}, ([1] * 3, [0, 1, 130], 12, 1), {}),
@@ -205,6 +220,20 @@ def test_a_feature_is_right_and_clean_on_the_emulator(case):
     launch = problem.launch(**options)
     assert EmulatorBackend(seed=seed).run(compiled(source(c)), launch).hazards == []
     problem.check(options.get("scale"))
+
+
+# The most that shared-key kernels keep in registers.
+HEAVY = {"softcap": 30.0, "sinks": True, "mask": "causal", "window": 128, "rescale": "exact", "out_dtype": "float32"}
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("fields", [RAGGED | LISTED, RAGGED | PAGED], ids=str)
+def test_as_many_ctas_as_share_an_sm_by_default_never_spill(depth, fields):
+    pages = {"page_size": 16} if "kv_layout" in fields else {}
+    c = config(depth=depth, **HEAVY, **pages, **fields)
+    kernels = compiler.compile_source(source(c), "sm_90a", "attention.cu").kernels
+    assert len(kernels) == 3
+    assert [kernel.spill_store_bytes + kernel.spill_load_bytes + kernel.stack_bytes for kernel in kernels.values()] == [0] * 3
 
 
 def run(problem: FeatureProblem, seed: int = 0, **options: Any) -> FeatureProblem:

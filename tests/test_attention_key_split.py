@@ -207,6 +207,7 @@ def test_every_edge_of_the_keys(keys):
 
 D128_M2 = {**M2, "ov_depth": 128}
 SINKS = {"sinks": True, "mask": "causal", "window": 128}
+AUTO = {"partition_keys": "auto", "ctas": 16}  # partitions of the window alone
 # config fields, (queries, lengths, group, kv_heads), launch options
 FEATURE_CASES: list[tuple[dict[str, Any], tuple[list[int], list[int], int, int], dict[str, Any]]] = [
     ({"tile_rows": 8, "key_lengths": True}, ([1] * 4, [0, 1, 130, 300], 8, 1), {}),
@@ -216,6 +217,8 @@ FEATURE_CASES: list[tuple[dict[str, Any], tuple[list[int], list[int], int, int],
     ({"tile_rows": 32, "page_size": 32} | M2 | PAGED, ([1] * 2, [70, 200], 8, 1), {"ctas": 1}),
     ({"tile_rows": 8, "page_size": 128} | PAGED, ([1] * 2, [170, 64], 8, 1), {}),
     ({"tile_rows": 32, "mask": "causal", "window": 70, "use_fma": False}, ([4], [300], 8, 1), {"partition_keys": 64}),
+    ({"tile_rows": 8, "mask": "causal", "window": 600, "key_lengths": True}, ([2] * 3, [40, 640, 1500], 4, 1), AUTO),
+    ({"tile_rows": 32, "mask": "causal", "window": 1000, "key_lengths": True} | D128_M2, ([3] * 2, [1063, 1700], 5, 1), AUTO),
     ({"tile_rows": 8, "page_size": 16} | SINKS | PAGED, ([1] * 3, [0, 400, 77], 8, 1), {"partition_keys": 128}),
     ({"tile_rows": 32, "softcap": 20.0, "sinks": True, "mask": "causal"} | D128_M2, ([3], [140], 5, 2), {"scale": -3.0}),
     ({"tile_rows": 8, "softcap": 3.0, "out_dtype": "float32"}, ([1], [130], 8, 1), {"scale": 1.0}),

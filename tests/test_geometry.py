@@ -12,6 +12,7 @@ import pytest
 from fa4gen.codegen.config import ARCHES, Config, ConfigError, disabled_rules, load_shipped, parse_config, shipped_configs
 from fa4gen.codegen.emulator.regions import Regions, add_regions
 from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, Geometry, Region, derive, functions, symbol
+from fa4gen.codegen.geometry_sm90 import Sm90Fp8Geometry, Sm90Geometry
 from fa4gen.codegen.geometry_sm100 import Sm100Fp8Geometry, Sm100Geometry
 from fa4gen.codegen.memory_names import attention_regions, unit_regions
 from fa4gen.codegen.units import unit_entry_info
@@ -143,6 +144,13 @@ def test_derived_ring_is_the_largest_legal_one(name: str, arch: str) -> None:
         # The copies' ring has what is left: another slot with its two mbarriers would not fit.
         assert geo.smem_bytes + geo.copy_slot_bytes + 16 > SMEM_LIMIT_BYTES
         return
+    if isinstance(geo, Sm90Fp8Geometry) and geo.ring_slots * geo.slot_bytes >= 65_536 and geo.slots_per_ring >= 2 * geo.tile_slots:
+        # More than that are legal, and slower.
+        assert (geo.ring_slots - step) * geo.slot_bytes < 65_536 or geo.slots_per_ring == 2 * geo.tile_slots
+        return
+    if isinstance(geo, Sm90Geometry):
+        # Otherwise a larger ring takes the SM for itself.
+        fields |= {"ctas_per_sm": geo.ctas_per_sm}
     with pytest.raises(ConfigError) as caught:
         parse_config(fields | {"ring_slots": geo.ring_slots + step})
     assert caught.value.rule == "smem-bytes"

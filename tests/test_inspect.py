@@ -24,7 +24,7 @@ from fa4gen.codegen.config import Config, load_shipped, parse_config, shipped_co
 from fa4gen.codegen.emulator import LaunchResult, Memory, Program
 from fa4gen.codegen.emulator.memory import SHARED_START
 from fa4gen.codegen.feature_inputs import page_table
-from fa4gen.codegen.geometry import SMEM_LIMIT_BYTES, SUB_TILE_DEPTH, Geometry, derive
+from fa4gen.codegen.geometry import SUB_TILE_DEPTH, Geometry, derive
 from fa4gen.codegen.geometry_sm90 import Sm90Geometry
 from fa4gen.codegen.geometry_sm100 import Sm100Geometry
 from fa4gen.codegen.inspection import command, facts, picture, report, trace
@@ -69,7 +69,7 @@ def recorded(
     partition_keys = None if partition_tiles is None else partition_tiles * geo.block_keys
     shape = {"batch": batch, "keys": tiles * geo.block_keys, "q_len": geo.tile_rows // 8, "heads": 8}
     options = runner.RunOptions(config=config.name, seed=seed, **shape)
-    # One CTA at a time: on sm_90a it takes the whole batch, one sequence after the other.
+    # One SM: on sm_90a its CTAs take the whole batch, one sequence after the other.
     run = command.record_attention(config, arch, options, partition_keys=partition_keys, ctas=1)
     assert run.geo == geo
     run.recorder.finish()
@@ -110,8 +110,8 @@ def test_mbarrier_table_is_what_the_kernel_does(
 ) -> None:
     config = variant(name, **fields)
     geo = derive(config, arch)
-    # So many sequences that every buffer of Q is used.
-    batch = geo.q_buffers if isinstance(geo, Sm90Geometry) and geo.q_buffers > 2 else 2
+    # So many sequences that every CTA of an SM uses every buffer of Q.
+    batch = max(geo.q_buffers, 2) * geo.ctas_per_sm if isinstance(geo, Sm90Geometry) else 2
     run = recorded(config, arch, tiles, partition_tiles, batch=batch)
     assert run.result.hazards == []
     table = pipeline.mbarriers(run.geo)
@@ -148,8 +148,8 @@ def test_named_barrier_table_is_what_the_kernel_does(
 ) -> None:
     config = variant(name, **fields)
     geo = derive(config, arch)
-    # So many sequences that every buffer of Q is used.
-    batch = geo.q_buffers if isinstance(geo, Sm90Geometry) and geo.q_buffers > 2 else 2
+    # So many sequences that every CTA of an SM uses every buffer of Q.
+    batch = max(geo.q_buffers, 2) * geo.ctas_per_sm if isinstance(geo, Sm90Geometry) else 2
     run = recorded(config, arch, tiles, partition_tiles, batch=batch)
     seen = set()
     for (_, number), completions in run.recorder.named.items():
@@ -472,7 +472,7 @@ def test_picture_is_to_scale(name: str, arch: str) -> None:
     geo = derive(config, arch)
     assert isinstance(geo, (Sm90Geometry, Sm100Geometry))
     root = ElementTree.fromstring(picture.picture([facts.gather(config, arch)]))
-    scale = picture.INNER / SMEM_LIMIT_BYTES
+    scale = picture.INNER / geo.smem_limit
     for region in geo.smem_map:
         box = tipped(root, f"{region.name}: {region.offset:,} to {region.end:,}")[0]
         assert box["x"] == pytest.approx(picture.MARGIN + region.offset * scale, abs=0.1)

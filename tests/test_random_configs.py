@@ -62,6 +62,7 @@ EDGES: dict[str, st.SearchStrategy[Any]] = {
     "tile_rows": st.sampled_from([4, 8, 16, 32, 64]),
     "group": st.integers(-1, 12),
     "warpgroups": st.sampled_from([1, 2, 3, True]),
+    "ctas_per_sm": st.sampled_from([0, 1, 5, True]),
     "shared_key": st.sampled_from([True, False, 1, "true"]),
     "ov_depth": st.sampled_from([32, 64, 128, 192, 256, 512, 1024]),
     "arch": st.sampled_from([[], ["sm_90a", "sm_90a"], ["sm_80"], "sm_90a"]),

@@ -119,6 +119,7 @@ def _attention(config: Config, arch: str) -> dict[str, Any]:
         "entry": symbol(config, arch),
         "tile_rows": geo.tile_rows,
         "smem_bytes": geo.smem_bytes,
+        "ctas_per_sm": getattr(geo, "ctas_per_sm", 1),
         "roles": [asdict(role) for role in pipeline.roles(geo)],
         "tmem": [_content(content) for content in pipeline.tmem_contents(geo)],
         "smem": [_content(content) for content in pipeline.smem_contents(config, geo)],

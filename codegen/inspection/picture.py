@@ -20,7 +20,7 @@ MARGIN = 30
 INNER = WIDTH - 2 * MARGIN
 TMEM_LANES = 128
 CHAR = 0.6  # width of a character, in font sizes; labels that do not fit by it are left to the tooltip
-SMALL_BYTES = SMEM_LIMIT_BYTES // 100  # regions below it are drawn once more, magnified
+SMALL_PARTS = 100  # regions below this part of the memory there is are drawn once more, magnified
 
 COLOURS = {
     "q": "#8fc1a9",
@@ -179,9 +179,10 @@ def _tip(content: pipeline.Content) -> str:
 def _smem(sheet: _Sheet, facts: Facts) -> None:
     geo = facts.geo
     contents = pipeline.smem_contents(facts.config, geo)
-    free = SMEM_LIMIT_BYTES - geo.smem_bytes
-    sheet.heading("Shared memory", f"{geo.smem_bytes:,} bytes, {free:,} of {SMEM_LIMIT_BYTES:,} left; to scale")
-    scale = INNER / SMEM_LIMIT_BYTES
+    free = geo.smem_limit - geo.smem_bytes
+    sharing = f" for each of {geo.ctas_per_sm} CTAs an SM" if isinstance(geo, Sm90Geometry) and geo.ctas_per_sm > 1 else ""
+    sheet.heading("Shared memory", f"{geo.smem_bytes:,} bytes, {free:,} of {geo.smem_limit:,}{sharing} left; to scale")
+    scale = INNER / geo.smem_limit
     top = sheet.y
     _bar(sheet, contents, scale, top, 46, geo)
     sheet.rect(MARGIN + geo.smem_bytes * scale, top, free * scale, 46, cls="free", tip=f"{free:,} bytes not used")
@@ -192,12 +193,12 @@ def _smem(sheet: _Sheet, facts: Facts) -> None:
         end = max(content.region.end for content in over)
         where = "over dead memory" if isinstance(geo, Sm90Geometry) else "over the dead Q and ring"
         # Up to the lines that lead to the magnified part below.
-        small = [content.region.offset for content in contents if content.region.size < SMALL_BYTES]
-        room = (min(small, default=SMEM_LIMIT_BYTES) - end) * scale
+        small = [content.region.offset for content in contents if content.region.size < geo.smem_limit // SMALL_PARTS]
+        room = (min(small, default=geo.smem_limit) - end) * scale
         label = f"epilogue, {where}"
         sheet.text(MARGIN + end * scale + 8, sheet.y + 17, label if len(label) * CHAR * 11 + 12 <= room else "epilogue", "dim")
         sheet.y += 26
-    tiny = [content for content in contents if content.region.size < SMALL_BYTES]
+    tiny = [content for content in contents if content.region.size < geo.smem_limit // SMALL_PARTS]
     if not tiny:
         return
     # What is too small to see, magnified; lines show where it is.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import pipeline
 from ..geometry import Geometry, Region, derive, symbol
+from ..geometry_sm90 import Sm90Geometry
 from ..geometry_sm100 import Sm100Geometry
 from .facts import Facts, walk_tiles
 
@@ -54,7 +55,8 @@ def _attention_sheets(facts: Facts) -> Iterator[Sheet]:
         rows = [_content(content) for content in pipeline.tmem_contents(geo)]
         yield Sheet(f"Tensor memory, columns ({used}; {lanes})", ("region", ">from", ">columns", *_CONTENT), rows)
     rows = [_content(content) for content in pipeline.smem_contents(config, geo)]
-    yield Sheet(f"Shared memory, bytes ({geo.smem_bytes:,})", ("region", ">offset", ">bytes", *_CONTENT), rows)
+    sharing = f", {geo.ctas_per_sm} CTAs an SM" if isinstance(geo, Sm90Geometry) and geo.ctas_per_sm > 1 else ""
+    yield Sheet(f"Shared memory, bytes ({geo.smem_bytes:,}{sharing})", ("region", ">offset", ">bytes", *_CONTENT), rows)
     if over := pipeline.epilogue(geo):
         regions = geo.smem_map if isinstance(geo, Sm100Geometry) else ()
         span = " and ".join(region.name for region in regions if region.offset < max(content.region.end for content in over))

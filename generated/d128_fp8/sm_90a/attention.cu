@@ -19,50 +19,50 @@
 // one without a role.
 //
 // Shared memory of 8 rows, bytes:
-//           0  196608  ring
-//      196608    4096  q
-//      200704    4096  p
-//      204800    4096  merge_o
-//      208896     512  merge_ml
-//      209408    2048  exchange
-//      211456    8192  weights
-//      219648      16  last
-//      219664     192  mbar_full
-//      219856     192  mbar_empty
-//      220048      16  mbar_q_full
-//      220064      16  mbar_q_empty
-//      220080      16  mbar_verdict
-//      220096 in all
+//           0   65536  ring
+//       65536    4096  q
+//       69632    4096  p
+//       73728    4096  merge_o
+//       77824     512  merge_ml
+//       78336    2048  exchange
+//       80384    8192  weights
+//       88576      16  last
+//       88592      64  mbar_full
+//       88656      64  mbar_empty
+//       88720      16  mbar_q_full
+//       88736      16  mbar_q_empty
+//       88752      16  mbar_verdict
+//       88768 in all
 // Shared memory of 16 rows, bytes:
-//           0  196608  ring
-//      196608    8192  q
-//      204800    8192  p
-//      212992    8192  merge_o
-//      221184     512  merge_ml
-//      221696    2048  exchange
-//      223744    8192  weights
-//      231936      16  last
-//      231952     192  mbar_full
-//      232144     192  mbar_empty
-//      232336      16  mbar_q_full
-//      232352      16  mbar_q_empty
-//      232368      16  mbar_verdict
-//      232384 in all
+//           0   65536  ring
+//       65536    8192  q
+//       73728    8192  p
+//       81920    8192  merge_o
+//       90112     512  merge_ml
+//       90624    2048  exchange
+//       92672    8192  weights
+//      100864      16  last
+//      100880      64  mbar_full
+//      100944      64  mbar_empty
+//      101008      16  mbar_q_full
+//      101024      16  mbar_q_empty
+//      101040      16  mbar_verdict
+//      101056 in all
 // Shared memory of 32 rows, bytes:
-//           0  163840  ring
-//      163840   16384  q
-//      180224   16384  p
-//      196608   16384  merge_o
-//      212992     512  merge_ml
-//      213504    2048  exchange
-//      215552    8192  weights
-//      223744      16  last
-//      223760     160  mbar_full
-//      223920     160  mbar_empty
-//      224080      16  mbar_q_full
-//      224096      16  mbar_q_empty
-//      224112      16  mbar_verdict
-//      224128 in all
+//           0   65536  ring
+//       65536   16384  q
+//       81920   16384  p
+//       98304   16384  merge_o
+//      114688     512  merge_ml
+//      115200    2048  exchange
+//      117248    8192  weights
+//      125440      16  last
+//      125456      64  mbar_full
+//      125520      64  mbar_empty
+//      125584      16  mbar_q_full
+//      125600      16  mbar_q_empty
+//      125616      16  mbar_verdict
+//      125632 in all
 //
 // Barriers: 0, 1 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2, 3 P or O of a
 // warpgroup is in shared memory; 4 what the two warpgroups do together.
@@ -116,8 +116,8 @@ struct Tile8 {
     static constexpr unsigned LANE_ROWS_LOG2 = 1;
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 24;
-    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 2048;
@@ -127,18 +127,18 @@ struct Tile8 {
     static constexpr unsigned PIECE_BYTES = 2048;
     static constexpr unsigned A_BUFFERS = 2;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 200704;
-    static constexpr unsigned MERGE_O_OFFSET = 204800;
-    static constexpr unsigned MERGE_ML_OFFSET = 208896;
-    static constexpr unsigned EXCHANGE_OFFSET = 209408;
-    static constexpr unsigned WEIGHTS_OFFSET = 211456;
-    static constexpr unsigned LAST_OFFSET = 219648;
-    static constexpr unsigned FULL_OFFSET = 219664;
-    static constexpr unsigned EMPTY_OFFSET = 219856;
-    static constexpr unsigned Q_FULL_OFFSET = 220048;
-    static constexpr unsigned Q_EMPTY_OFFSET = 220064;
-    static constexpr unsigned VERDICT_OFFSET = 220080;
+    static constexpr unsigned Q_OFFSET = 65536;
+    static constexpr unsigned P_OFFSET = 69632;
+    static constexpr unsigned MERGE_O_OFFSET = 73728;
+    static constexpr unsigned MERGE_ML_OFFSET = 77824;
+    static constexpr unsigned EXCHANGE_OFFSET = 78336;
+    static constexpr unsigned WEIGHTS_OFFSET = 80384;
+    static constexpr unsigned LAST_OFFSET = 88576;
+    static constexpr unsigned FULL_OFFSET = 88592;
+    static constexpr unsigned EMPTY_OFFSET = 88656;
+    static constexpr unsigned Q_FULL_OFFSET = 88720;
+    static constexpr unsigned Q_EMPTY_OFFSET = 88736;
+    static constexpr unsigned VERDICT_OFFSET = 88752;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -147,8 +147,8 @@ struct Tile16 {
     static constexpr unsigned LANE_ROWS_LOG2 = 2;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 24;
-    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 4096;
@@ -158,18 +158,18 @@ struct Tile16 {
     static constexpr unsigned PIECE_BYTES = 4096;
     static constexpr unsigned A_BUFFERS = 2;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 204800;
-    static constexpr unsigned MERGE_O_OFFSET = 212992;
-    static constexpr unsigned MERGE_ML_OFFSET = 221184;
-    static constexpr unsigned EXCHANGE_OFFSET = 221696;
-    static constexpr unsigned WEIGHTS_OFFSET = 223744;
-    static constexpr unsigned LAST_OFFSET = 231936;
-    static constexpr unsigned FULL_OFFSET = 231952;
-    static constexpr unsigned EMPTY_OFFSET = 232144;
-    static constexpr unsigned Q_FULL_OFFSET = 232336;
-    static constexpr unsigned Q_EMPTY_OFFSET = 232352;
-    static constexpr unsigned VERDICT_OFFSET = 232368;
+    static constexpr unsigned Q_OFFSET = 65536;
+    static constexpr unsigned P_OFFSET = 73728;
+    static constexpr unsigned MERGE_O_OFFSET = 81920;
+    static constexpr unsigned MERGE_ML_OFFSET = 90112;
+    static constexpr unsigned EXCHANGE_OFFSET = 90624;
+    static constexpr unsigned WEIGHTS_OFFSET = 92672;
+    static constexpr unsigned LAST_OFFSET = 100864;
+    static constexpr unsigned FULL_OFFSET = 100880;
+    static constexpr unsigned EMPTY_OFFSET = 100944;
+    static constexpr unsigned Q_FULL_OFFSET = 101008;
+    static constexpr unsigned Q_EMPTY_OFFSET = 101024;
+    static constexpr unsigned VERDICT_OFFSET = 101040;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -178,8 +178,8 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 20;
-    static constexpr unsigned SLOTS_PER_RING = 10;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 8192;
@@ -189,18 +189,18 @@ struct Tile32 {
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned A_BUFFERS = 2;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 163840;
-    static constexpr unsigned P_OFFSET = 180224;
-    static constexpr unsigned MERGE_O_OFFSET = 196608;
-    static constexpr unsigned MERGE_ML_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 213504;
-    static constexpr unsigned WEIGHTS_OFFSET = 215552;
-    static constexpr unsigned LAST_OFFSET = 223744;
-    static constexpr unsigned FULL_OFFSET = 223760;
-    static constexpr unsigned EMPTY_OFFSET = 223920;
-    static constexpr unsigned Q_FULL_OFFSET = 224080;
-    static constexpr unsigned Q_EMPTY_OFFSET = 224096;
-    static constexpr unsigned VERDICT_OFFSET = 224112;
+    static constexpr unsigned Q_OFFSET = 65536;
+    static constexpr unsigned P_OFFSET = 81920;
+    static constexpr unsigned MERGE_O_OFFSET = 98304;
+    static constexpr unsigned MERGE_ML_OFFSET = 114688;
+    static constexpr unsigned EXCHANGE_OFFSET = 115200;
+    static constexpr unsigned WEIGHTS_OFFSET = 117248;
+    static constexpr unsigned LAST_OFFSET = 125440;
+    static constexpr unsigned FULL_OFFSET = 125456;
+    static constexpr unsigned EMPTY_OFFSET = 125520;
+    static constexpr unsigned Q_FULL_OFFSET = 125584;
+    static constexpr unsigned Q_EMPTY_OFFSET = 125600;
+    static constexpr unsigned VERDICT_OFFSET = 125616;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
@@ -878,6 +878,13 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], uns
     return rows[0];
 }
 
+// That row.
+template <class Tile>
+__device__ __forceinline__ unsigned row_of_lane(unsigned lane) {
+    const unsigned fragment_row = lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    return fragment_row / 2 * 8 + lane % 4 * 2 + fragment_row % 2;
+}
+
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
 template <class Tile>
 __device__ __forceinline__ float row_value(float mine, unsigned i, unsigned lane) {
@@ -1376,8 +1383,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     if (!share.any()) return;
     if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
-    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const unsigned row = row_of_lane<Tile>(at.lane);
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;

@@ -19,20 +19,20 @@
 // one without a role.
 //
 // Shared memory of 8 rows, bytes:
-//           0  163840  ring
-//      163840   16384  q
-//      180224    4096  p
-//      184320   16384  merge_o
-//      200704     512  merge_ml
-//      201216    2048  exchange
-//      203264    8192  weights
-//      211456      16  last
-//      211472      80  mbar_full
-//      211552      80  mbar_empty
-//      211632      16  mbar_q_full
-//      211648      16  mbar_q_empty
-//      211664      16  mbar_verdict
-//      211680 in all
+//           0  131072  ring
+//      131072   16384  q
+//      147456    4096  p
+//      151552   16384  merge_o
+//      167936     512  merge_ml
+//      168448    2048  exchange
+//      170496    8192  weights
+//      178688      16  last
+//      178704      64  mbar_full
+//      178768      64  mbar_empty
+//      178832      16  mbar_q_full
+//      178848      16  mbar_q_empty
+//      178864      16  mbar_verdict
+//      178880 in all
 // Shared memory of 16 rows, bytes:
 //           0  131072  ring
 //      131072   32768  q
@@ -116,8 +116,8 @@ struct Tile8 {
     static constexpr unsigned LANE_ROWS_LOG2 = 1;
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 10;
-    static constexpr unsigned SLOTS_PER_RING = 5;
+    static constexpr unsigned RING_SLOTS = 8;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 8192;
@@ -127,18 +127,18 @@ struct Tile8 {
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned A_BUFFERS = 2;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 163840;
-    static constexpr unsigned P_OFFSET = 180224;
-    static constexpr unsigned MERGE_O_OFFSET = 184320;
-    static constexpr unsigned MERGE_ML_OFFSET = 200704;
-    static constexpr unsigned EXCHANGE_OFFSET = 201216;
-    static constexpr unsigned WEIGHTS_OFFSET = 203264;
-    static constexpr unsigned LAST_OFFSET = 211456;
-    static constexpr unsigned FULL_OFFSET = 211472;
-    static constexpr unsigned EMPTY_OFFSET = 211552;
-    static constexpr unsigned Q_FULL_OFFSET = 211632;
-    static constexpr unsigned Q_EMPTY_OFFSET = 211648;
-    static constexpr unsigned VERDICT_OFFSET = 211664;
+    static constexpr unsigned Q_OFFSET = 131072;
+    static constexpr unsigned P_OFFSET = 147456;
+    static constexpr unsigned MERGE_O_OFFSET = 151552;
+    static constexpr unsigned MERGE_ML_OFFSET = 167936;
+    static constexpr unsigned EXCHANGE_OFFSET = 168448;
+    static constexpr unsigned WEIGHTS_OFFSET = 170496;
+    static constexpr unsigned LAST_OFFSET = 178688;
+    static constexpr unsigned FULL_OFFSET = 178704;
+    static constexpr unsigned EMPTY_OFFSET = 178768;
+    static constexpr unsigned Q_FULL_OFFSET = 178832;
+    static constexpr unsigned Q_EMPTY_OFFSET = 178848;
+    static constexpr unsigned VERDICT_OFFSET = 178864;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -820,6 +820,13 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], uns
     return rows[0];
 }
 
+// That row.
+template <class Tile>
+__device__ __forceinline__ unsigned row_of_lane(unsigned lane) {
+    const unsigned fragment_row = lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    return fragment_row / 2 * 8 + lane % 4 * 2 + fragment_row % 2;
+}
+
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
 template <class Tile>
 __device__ __forceinline__ float row_value(float mine, unsigned i, unsigned lane) {
@@ -1263,8 +1270,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     if (!share.any()) return;
     if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
-    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const unsigned row = row_of_lane<Tile>(at.lane);
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) * v_scale : 0.0f;

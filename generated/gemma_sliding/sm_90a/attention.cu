@@ -728,14 +728,19 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.all_see = max(before + (int)item.position + 1, 0);
     const int seen = max(before + (int)min(item.position + p.tile_positions, p.q_len), 0);
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    // The first row's window begins first, the last one's last. Partitions lie at the same keys whatever the window: the ones before it
-    // have no work. `used` counts from the first one that takes part, of whole clusters.
+    // The first row's window begins first, the last one's last. Partitions that cover all keys lie at the same ones whatever the window: those
+    // before it have no work. Fewer of them lie from the window's first tile on. `used` counts from the first one that takes part, of whole clusters.
     item.all_from = max(seen - (int)WINDOW, 0);
     const unsigned start = tiles ? (unsigned)max(before + (int)item.position + 1 - (int)WINDOW, 0) / BLOCK_KEYS : 0;
-    item.first_partition = start / p.partition_tiles / p.cluster * p.cluster;
-    item.used = max((int)((tiles + p.partition_tiles - 1) / p.partition_tiles) - (int)item.first_partition, 1);
-    item.first_tile = max(item.partition * p.partition_tiles, start);
-    item.end_tile = min(item.partition * p.partition_tiles + p.partition_tiles, tiles);
+    const unsigned base = tiles > p.partitions * p.partition_tiles ? start : 0;
+    item.first_partition = 0;
+    item.used = 1;
+    if (p.partitions > 1) {
+        item.first_partition = (start - base) / p.partition_tiles / p.cluster * p.cluster;
+        item.used = max((int)((tiles - base + p.partition_tiles - 1) / p.partition_tiles) - (int)item.first_partition, 1);
+    }
+    item.first_tile = max(base + item.partition * p.partition_tiles, start);
+    item.end_tile = min(base + item.partition * p.partition_tiles + p.partition_tiles, tiles);
     return item;
 }
 
@@ -953,6 +958,13 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], uns
         }
     }
     return rows[0];
+}
+
+// That row.
+template <class Tile>
+__device__ __forceinline__ unsigned row_of_lane(unsigned lane) {
+    const unsigned fragment_row = lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    return fragment_row / 2 * 8 + lane % 4 * 2 + fragment_row % 2;
 }
 
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
@@ -1488,8 +1500,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
-    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const unsigned row = row_of_lane<Tile>(at.lane);
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
@@ -1625,7 +1636,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
     unsigned cluster_parity = 0;
-    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1;
+    // A CTA of one item has none to wait for.
+    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1 && p.items > gridDim.x;
     unsigned held = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {

@@ -16,50 +16,50 @@
 // Roles: 1 consumer warpgroup (attend), then a warp that fills its ring of K and V (load_keys_values) and a warp for Q (load_queries).
 //
 // Shared memory of 8 rows, bytes:
-//           0  212992  ring
-//      212992    4096  q
-//      217088    2048  p
-//      219136    2048  exchange
-//      221184    8192  weights
-//      229376      16  last
-//      229392     208  mbar_full
-//      229600     208  mbar_empty
-//      229808      32  mbar_q_full
-//      229840      32  mbar_q_empty
-//      229872       8  mbar_verdict
-//      229880       8  mbar_ready
-//      229888       8  mbar_read
-//      229896 in all
+//           0   32768  ring
+//       32768    4096  q
+//       36864    2048  p
+//       38912    2048  exchange
+//       40960    8192  weights
+//       49152      16  last
+//       49168      32  mbar_full
+//       49200      32  mbar_empty
+//       49232      32  mbar_q_full
+//       49264      32  mbar_q_empty
+//       49296       8  mbar_verdict
+//       49304       8  mbar_ready
+//       49312       8  mbar_read
+//       49320 in all
 // Shared memory of 16 rows, bytes:
-//           0  204800  ring
-//      204800    8192  q
-//      212992    4096  p
-//      217088    2048  exchange
-//      219136    8192  weights
-//      227328      16  last
-//      227344     200  mbar_full
-//      227544     200  mbar_empty
-//      227744      32  mbar_q_full
-//      227776      32  mbar_q_empty
-//      227808       8  mbar_verdict
-//      227816       8  mbar_ready
-//      227824       8  mbar_read
-//      227832 in all
+//           0   32768  ring
+//       32768    8192  q
+//       40960    4096  p
+//       45056    2048  exchange
+//       47104    8192  weights
+//       55296      16  last
+//       55312      32  mbar_full
+//       55344      32  mbar_empty
+//       55376      32  mbar_q_full
+//       55408      32  mbar_q_empty
+//       55440       8  mbar_verdict
+//       55448       8  mbar_ready
+//       55456       8  mbar_read
+//       55464 in all
 // Shared memory of 32 rows, bytes:
-//           0  196608  ring
-//      196608   16384  q
-//      212992    8192  p
-//      221184    2048  exchange
-//      223232    8192  weights
-//      231424      16  last
-//      231440     192  mbar_full
-//      231632     192  mbar_empty
-//      231824      32  mbar_q_full
-//      231856      32  mbar_q_empty
-//      231888       8  mbar_verdict
-//      231896       8  mbar_ready
-//      231904       8  mbar_read
-//      231912 in all
+//           0   24576  ring
+//       24576    8192  q
+//       32768    8192  p
+//       40960    2048  exchange
+//       43008    8192  weights
+//       51200      16  last
+//       51216      24  mbar_full
+//       51240      24  mbar_empty
+//       51264      16  mbar_q_full
+//       51280      16  mbar_q_empty
+//       51296       8  mbar_verdict
+//       51304       8  mbar_ready
+//       51312       8  mbar_read
+//       51320 in all
 //
 // Barriers: 0 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2 P or O of a
 // warpgroup is in shared memory.
@@ -110,9 +110,9 @@ struct Tile8 {
     static constexpr unsigned LANE_ROWS_LOG2 = 1;
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 26;
+    static constexpr unsigned RING_SLOTS = 4;
     static constexpr unsigned MAX_CLUSTER = 1;
-    static constexpr unsigned SLOTS_PER_RING = 26;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 1024;
@@ -122,18 +122,18 @@ struct Tile8 {
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 2048;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 212992;
-    static constexpr unsigned P_OFFSET = 217088;
-    static constexpr unsigned EXCHANGE_OFFSET = 219136;
-    static constexpr unsigned WEIGHTS_OFFSET = 221184;
-    static constexpr unsigned LAST_OFFSET = 229376;
-    static constexpr unsigned FULL_OFFSET = 229392;
-    static constexpr unsigned EMPTY_OFFSET = 229600;
-    static constexpr unsigned Q_FULL_OFFSET = 229808;
-    static constexpr unsigned Q_EMPTY_OFFSET = 229840;
-    static constexpr unsigned VERDICT_OFFSET = 229872;
-    static constexpr unsigned READY_OFFSET = 229880;
-    static constexpr unsigned READ_OFFSET = 229888;
+    static constexpr unsigned Q_OFFSET = 32768;
+    static constexpr unsigned P_OFFSET = 36864;
+    static constexpr unsigned EXCHANGE_OFFSET = 38912;
+    static constexpr unsigned WEIGHTS_OFFSET = 40960;
+    static constexpr unsigned LAST_OFFSET = 49152;
+    static constexpr unsigned FULL_OFFSET = 49168;
+    static constexpr unsigned EMPTY_OFFSET = 49200;
+    static constexpr unsigned Q_FULL_OFFSET = 49232;
+    static constexpr unsigned Q_EMPTY_OFFSET = 49264;
+    static constexpr unsigned VERDICT_OFFSET = 49296;
+    static constexpr unsigned READY_OFFSET = 49304;
+    static constexpr unsigned READ_OFFSET = 49312;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -142,9 +142,9 @@ struct Tile16 {
     static constexpr unsigned LANE_ROWS_LOG2 = 2;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 25;
+    static constexpr unsigned RING_SLOTS = 4;
     static constexpr unsigned MAX_CLUSTER = 1;
-    static constexpr unsigned SLOTS_PER_RING = 25;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 2048;
@@ -154,18 +154,18 @@ struct Tile16 {
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 4096;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 204800;
-    static constexpr unsigned P_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 217088;
-    static constexpr unsigned WEIGHTS_OFFSET = 219136;
-    static constexpr unsigned LAST_OFFSET = 227328;
-    static constexpr unsigned FULL_OFFSET = 227344;
-    static constexpr unsigned EMPTY_OFFSET = 227544;
-    static constexpr unsigned Q_FULL_OFFSET = 227744;
-    static constexpr unsigned Q_EMPTY_OFFSET = 227776;
-    static constexpr unsigned VERDICT_OFFSET = 227808;
-    static constexpr unsigned READY_OFFSET = 227816;
-    static constexpr unsigned READ_OFFSET = 227824;
+    static constexpr unsigned Q_OFFSET = 32768;
+    static constexpr unsigned P_OFFSET = 40960;
+    static constexpr unsigned EXCHANGE_OFFSET = 45056;
+    static constexpr unsigned WEIGHTS_OFFSET = 47104;
+    static constexpr unsigned LAST_OFFSET = 55296;
+    static constexpr unsigned FULL_OFFSET = 55312;
+    static constexpr unsigned EMPTY_OFFSET = 55344;
+    static constexpr unsigned Q_FULL_OFFSET = 55376;
+    static constexpr unsigned Q_EMPTY_OFFSET = 55408;
+    static constexpr unsigned VERDICT_OFFSET = 55440;
+    static constexpr unsigned READY_OFFSET = 55448;
+    static constexpr unsigned READ_OFFSET = 55456;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -174,30 +174,30 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 24;
+    static constexpr unsigned RING_SLOTS = 3;
     static constexpr unsigned MAX_CLUSTER = 1;
-    static constexpr unsigned SLOTS_PER_RING = 24;
+    static constexpr unsigned SLOTS_PER_RING = 3;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 4096;
-    static constexpr unsigned Q_BUFFERS = 4;
-    static constexpr unsigned HELD_TILES = 4;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned HELD_TILES = 1;
     static constexpr unsigned BLOCK_FLOATS = 2048;
     static constexpr unsigned PIECE_BLOCKS = 1;
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 221184;
-    static constexpr unsigned WEIGHTS_OFFSET = 223232;
-    static constexpr unsigned LAST_OFFSET = 231424;
-    static constexpr unsigned FULL_OFFSET = 231440;
-    static constexpr unsigned EMPTY_OFFSET = 231632;
-    static constexpr unsigned Q_FULL_OFFSET = 231824;
-    static constexpr unsigned Q_EMPTY_OFFSET = 231856;
-    static constexpr unsigned VERDICT_OFFSET = 231888;
-    static constexpr unsigned READY_OFFSET = 231896;
-    static constexpr unsigned READ_OFFSET = 231904;
+    static constexpr unsigned Q_OFFSET = 24576;
+    static constexpr unsigned P_OFFSET = 32768;
+    static constexpr unsigned EXCHANGE_OFFSET = 40960;
+    static constexpr unsigned WEIGHTS_OFFSET = 43008;
+    static constexpr unsigned LAST_OFFSET = 51200;
+    static constexpr unsigned FULL_OFFSET = 51216;
+    static constexpr unsigned EMPTY_OFFSET = 51240;
+    static constexpr unsigned Q_FULL_OFFSET = 51264;
+    static constexpr unsigned Q_EMPTY_OFFSET = 51280;
+    static constexpr unsigned VERDICT_OFFSET = 51296;
+    static constexpr unsigned READY_OFFSET = 51304;
+    static constexpr unsigned READ_OFFSET = 51312;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
@@ -723,14 +723,19 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.all_see = max(before + (int)item.position + 1, 0);
     const int seen = max(before + (int)min(item.position + p.tile_positions, p.q_len), 0);
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    // The first row's window begins first, the last one's last. Partitions lie at the same keys whatever the window: the ones before it
-    // have no work. `used` counts from the first one that takes part, of whole clusters.
+    // The first row's window begins first, the last one's last. Partitions that cover all keys lie at the same ones whatever the window: those
+    // before it have no work. Fewer of them lie from the window's first tile on. `used` counts from the first one that takes part, of whole clusters.
     item.all_from = max(seen - (int)WINDOW, 0);
     const unsigned start = tiles ? (unsigned)max(before + (int)item.position + 1 - (int)WINDOW, 0) / BLOCK_KEYS : 0;
-    item.first_partition = start / p.partition_tiles / p.cluster * p.cluster;
-    item.used = max((int)((tiles + p.partition_tiles - 1) / p.partition_tiles) - (int)item.first_partition, 1);
-    item.first_tile = max(item.partition * p.partition_tiles, start);
-    item.end_tile = min(item.partition * p.partition_tiles + p.partition_tiles, tiles);
+    const unsigned base = tiles > p.partitions * p.partition_tiles ? start : 0;
+    item.first_partition = 0;
+    item.used = 1;
+    if (p.partitions > 1) {
+        item.first_partition = (start - base) / p.partition_tiles / p.cluster * p.cluster;
+        item.used = max((int)((tiles - base + p.partition_tiles - 1) / p.partition_tiles) - (int)item.first_partition, 1);
+    }
+    item.first_tile = max(base + item.partition * p.partition_tiles, start);
+    item.end_tile = min(base + item.partition * p.partition_tiles + p.partition_tiles, tiles);
     return item;
 }
 
@@ -942,6 +947,13 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], uns
         }
     }
     return rows[0];
+}
+
+// That row.
+template <class Tile>
+__device__ __forceinline__ unsigned row_of_lane(unsigned lane) {
+    const unsigned fragment_row = lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    return fragment_row / 2 * 8 + lane % 4 * 2 + fragment_row % 2;
 }
 
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
@@ -1479,14 +1491,15 @@ template <class Tile>
 __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
                                        unsigned out_tile, unsigned& cluster_parity, float scale_log2e, const float* sinks, bool held) {
+    // Read here: where it is used, a short item would wait for it.
+    const float sink = sink_of(sinks, p, item, row_of_lane<Tile>(at.lane));
     // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
     const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
     float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
-    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const unsigned row = row_of_lane<Tile>(at.lane);
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
@@ -1531,7 +1544,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
         log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
     }
 
-    const float keys_share = join_sink(log2_lse, sink_of(sinks, p, item, row));
+    const float keys_share = join_sink(log2_lse, sink);
 #pragma unroll
     for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
         const float factor = row_value<Tile>(keys_share, i, at.lane);
@@ -1632,7 +1645,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
     unsigned cluster_parity = 0;
-    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1;
+    // A CTA of one item has none to wait for.
+    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1 && p.items > gridDim.x;
     unsigned held = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -1754,8 +1768,8 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t8_g8_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t8_g8_c4_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
@@ -1764,8 +1778,8 @@ fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t8_g8_sm90a(
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, sinks);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t16_g8_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t16_g8_c4_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
@@ -1774,8 +1788,8 @@ fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t16_g8_sm90a(
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, sinks);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t32_g8_sm90a(
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+fa4_attention_d64_m4r32_sk_bf16_causal_p16_len_sinks_win128_t32_g8_c4_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,

@@ -16,50 +16,50 @@
 // Roles: 1 consumer warpgroup (attend), then a warp that fills its ring of K and V (load_keys_values) and a warp for Q (load_queries).
 //
 // Shared memory of 8 rows, bytes:
-//           0  196608  ring
-//      196608    8192  q
-//      204800    2048  p
-//      206848    2048  exchange
-//      208896    8192  weights
-//      217088      16  last
-//      217104      96  mbar_full
-//      217200      96  mbar_empty
-//      217296      32  mbar_q_full
-//      217328      32  mbar_q_empty
-//      217360       8  mbar_verdict
-//      217368       8  mbar_ready
-//      217376       8  mbar_read
-//      217384 in all
+//           0   81920  ring
+//       81920    8192  q
+//       90112    2048  p
+//       92160    2048  exchange
+//       94208    8192  weights
+//      102400      16  last
+//      102416      40  mbar_full
+//      102456      40  mbar_empty
+//      102496      32  mbar_q_full
+//      102528      32  mbar_q_empty
+//      102560       8  mbar_verdict
+//      102568       8  mbar_ready
+//      102576       8  mbar_read
+//      102584 in all
 // Shared memory of 16 rows, bytes:
-//           0  196608  ring
-//      196608   16384  q
-//      212992    4096  p
-//      217088    2048  exchange
-//      219136    8192  weights
-//      227328      16  last
-//      227344      96  mbar_full
-//      227440      96  mbar_empty
-//      227536      32  mbar_q_full
-//      227568      32  mbar_q_empty
-//      227600       8  mbar_verdict
-//      227608       8  mbar_ready
-//      227616       8  mbar_read
-//      227624 in all
+//           0   81920  ring
+//       81920   16384  q
+//       98304    4096  p
+//      102400    2048  exchange
+//      104448    8192  weights
+//      112640      16  last
+//      112656      40  mbar_full
+//      112696      40  mbar_empty
+//      112736      32  mbar_q_full
+//      112768      32  mbar_q_empty
+//      112800       8  mbar_verdict
+//      112808       8  mbar_ready
+//      112816       8  mbar_read
+//      112824 in all
 // Shared memory of 32 rows, bytes:
-//           0  180224  ring
-//      180224   32768  q
-//      212992    8192  p
-//      221184    2048  exchange
-//      223232    8192  weights
-//      231424      16  last
-//      231440      88  mbar_full
-//      231528      88  mbar_empty
-//      231616      32  mbar_q_full
-//      231648      32  mbar_q_empty
-//      231680       8  mbar_verdict
-//      231688       8  mbar_ready
-//      231696       8  mbar_read
-//      231704 in all
+//           0   65536  ring
+//       65536   16384  q
+//       81920    8192  p
+//       90112    2048  exchange
+//       92160    8192  weights
+//      100352      16  last
+//      100368      32  mbar_full
+//      100400      32  mbar_empty
+//      100432      16  mbar_q_full
+//      100448      16  mbar_q_empty
+//      100464       8  mbar_verdict
+//      100472       8  mbar_ready
+//      100480       8  mbar_read
+//      100488 in all
 //
 // Barriers: 0 exchange of a warpgroup (0 first, once, for the whole CTA, before the roles part); 2 P or O of a
 // warpgroup is in shared memory.
@@ -111,9 +111,9 @@ struct Tile8 {
     static constexpr unsigned LANE_ROWS_LOG2 = 1;
     static constexpr unsigned STMATRIX_MATRICES = 2;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned RING_SLOTS = 5;
     static constexpr unsigned MAX_CLUSTER = 2;
-    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned SLOTS_PER_RING = 5;
     static constexpr unsigned Q_CHUNK_BYTES = 1024;
     static constexpr unsigned Q_CHUNK_UNITS = 64;
     static constexpr unsigned Q_BYTES = 2048;
@@ -123,19 +123,19 @@ struct Tile8 {
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 4096;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 204800;
-    static constexpr unsigned EXCHANGE_OFFSET = 206848;
-    static constexpr unsigned WEIGHTS_OFFSET = 208896;
-    static constexpr unsigned LAST_OFFSET = 217088;
-    static constexpr unsigned FULL_OFFSET = 217104;
-    static constexpr unsigned EMPTY_OFFSET = 217200;
-    static constexpr unsigned Q_FULL_OFFSET = 217296;
-    static constexpr unsigned Q_EMPTY_OFFSET = 217328;
-    static constexpr unsigned VERDICT_OFFSET = 217360;
-    static constexpr unsigned LANDING_OFFSET = 198656;
-    static constexpr unsigned READY_OFFSET = 217368;
-    static constexpr unsigned READ_OFFSET = 217376;
+    static constexpr unsigned Q_OFFSET = 81920;
+    static constexpr unsigned P_OFFSET = 90112;
+    static constexpr unsigned EXCHANGE_OFFSET = 92160;
+    static constexpr unsigned WEIGHTS_OFFSET = 94208;
+    static constexpr unsigned LAST_OFFSET = 102400;
+    static constexpr unsigned FULL_OFFSET = 102416;
+    static constexpr unsigned EMPTY_OFFSET = 102456;
+    static constexpr unsigned Q_FULL_OFFSET = 102496;
+    static constexpr unsigned Q_EMPTY_OFFSET = 102528;
+    static constexpr unsigned VERDICT_OFFSET = 102560;
+    static constexpr unsigned LANDING_OFFSET = 83968;
+    static constexpr unsigned READY_OFFSET = 102568;
+    static constexpr unsigned READ_OFFSET = 102576;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -144,9 +144,9 @@ struct Tile16 {
     static constexpr unsigned LANE_ROWS_LOG2 = 2;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 1;
-    static constexpr unsigned RING_SLOTS = 12;
+    static constexpr unsigned RING_SLOTS = 5;
     static constexpr unsigned MAX_CLUSTER = 2;
-    static constexpr unsigned SLOTS_PER_RING = 12;
+    static constexpr unsigned SLOTS_PER_RING = 5;
     static constexpr unsigned Q_CHUNK_BYTES = 2048;
     static constexpr unsigned Q_CHUNK_UNITS = 128;
     static constexpr unsigned Q_BYTES = 4096;
@@ -156,19 +156,19 @@ struct Tile16 {
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 8192;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 196608;
-    static constexpr unsigned P_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 217088;
-    static constexpr unsigned WEIGHTS_OFFSET = 219136;
-    static constexpr unsigned LAST_OFFSET = 227328;
-    static constexpr unsigned FULL_OFFSET = 227344;
-    static constexpr unsigned EMPTY_OFFSET = 227440;
-    static constexpr unsigned Q_FULL_OFFSET = 227536;
-    static constexpr unsigned Q_EMPTY_OFFSET = 227568;
-    static constexpr unsigned VERDICT_OFFSET = 227600;
-    static constexpr unsigned LANDING_OFFSET = 200704;
-    static constexpr unsigned READY_OFFSET = 227608;
-    static constexpr unsigned READ_OFFSET = 227616;
+    static constexpr unsigned Q_OFFSET = 81920;
+    static constexpr unsigned P_OFFSET = 98304;
+    static constexpr unsigned EXCHANGE_OFFSET = 102400;
+    static constexpr unsigned WEIGHTS_OFFSET = 104448;
+    static constexpr unsigned LAST_OFFSET = 112640;
+    static constexpr unsigned FULL_OFFSET = 112656;
+    static constexpr unsigned EMPTY_OFFSET = 112696;
+    static constexpr unsigned Q_FULL_OFFSET = 112736;
+    static constexpr unsigned Q_EMPTY_OFFSET = 112768;
+    static constexpr unsigned VERDICT_OFFSET = 112800;
+    static constexpr unsigned LANDING_OFFSET = 86016;
+    static constexpr unsigned READY_OFFSET = 112808;
+    static constexpr unsigned READ_OFFSET = 112816;
 };
 struct Tile32 {
     static constexpr unsigned ROWS = 32;
@@ -177,31 +177,31 @@ struct Tile32 {
     static constexpr unsigned LANE_ROWS_LOG2 = 3;
     static constexpr unsigned STMATRIX_MATRICES = 4;
     static constexpr unsigned STMATRIX_COUNT = 2;
-    static constexpr unsigned RING_SLOTS = 11;
+    static constexpr unsigned RING_SLOTS = 4;
     static constexpr unsigned MAX_CLUSTER = 2;
-    static constexpr unsigned SLOTS_PER_RING = 11;
+    static constexpr unsigned SLOTS_PER_RING = 4;
     static constexpr unsigned Q_CHUNK_BYTES = 4096;
     static constexpr unsigned Q_CHUNK_UNITS = 256;
     static constexpr unsigned Q_BYTES = 8192;
-    static constexpr unsigned Q_BUFFERS = 4;
-    static constexpr unsigned HELD_TILES = 4;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned HELD_TILES = 1;
     static constexpr unsigned BLOCK_FLOATS = 2048;
     static constexpr unsigned PIECE_BLOCKS = 2;
     static constexpr unsigned PIECE_BYTES = 16384;
     static constexpr unsigned RING_OFFSET = 0;
-    static constexpr unsigned Q_OFFSET = 180224;
-    static constexpr unsigned P_OFFSET = 212992;
-    static constexpr unsigned EXCHANGE_OFFSET = 221184;
-    static constexpr unsigned WEIGHTS_OFFSET = 223232;
-    static constexpr unsigned LAST_OFFSET = 231424;
-    static constexpr unsigned FULL_OFFSET = 231440;
-    static constexpr unsigned EMPTY_OFFSET = 231528;
-    static constexpr unsigned Q_FULL_OFFSET = 231616;
-    static constexpr unsigned Q_EMPTY_OFFSET = 231648;
-    static constexpr unsigned VERDICT_OFFSET = 231680;
-    static constexpr unsigned LANDING_OFFSET = 188416;
-    static constexpr unsigned READY_OFFSET = 231688;
-    static constexpr unsigned READ_OFFSET = 231696;
+    static constexpr unsigned Q_OFFSET = 65536;
+    static constexpr unsigned P_OFFSET = 81920;
+    static constexpr unsigned EXCHANGE_OFFSET = 90112;
+    static constexpr unsigned WEIGHTS_OFFSET = 92160;
+    static constexpr unsigned LAST_OFFSET = 100352;
+    static constexpr unsigned FULL_OFFSET = 100368;
+    static constexpr unsigned EMPTY_OFFSET = 100400;
+    static constexpr unsigned Q_FULL_OFFSET = 100432;
+    static constexpr unsigned Q_EMPTY_OFFSET = 100448;
+    static constexpr unsigned VERDICT_OFFSET = 100464;
+    static constexpr unsigned LANDING_OFFSET = 73728;
+    static constexpr unsigned READY_OFFSET = 100472;
+    static constexpr unsigned READ_OFFSET = 100480;
 };
 // Barrier ids
 constexpr unsigned TILE_BARRIER = 2;   // + warpgroup
@@ -959,6 +959,13 @@ __device__ __forceinline__ float reduce_rows(float (&rows)[Tile::LANE_ROWS], uns
     return rows[0];
 }
 
+// That row.
+template <class Tile>
+__device__ __forceinline__ unsigned row_of_lane(unsigned lane) {
+    const unsigned fragment_row = lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
+    return fragment_row / 2 * 8 + lane % 4 * 2 + fragment_row % 2;
+}
+
 // The inverse: what the lanes hold for their row, to every lane that has that row in its fragment.
 template <class Tile>
 __device__ __forceinline__ float row_value(float mine, unsigned i, unsigned lane) {
@@ -1492,8 +1499,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
 
-    const unsigned fragment_row = at.lane / 4 >> (3 - Tile::LANE_ROWS_LOG2);
-    const unsigned row = fragment_row / 2 * 8 + at.lane % 4 * 2 + fragment_row % 2;
+    const unsigned row = row_of_lane<Tile>(at.lane);
     const bool padding = row >= p.tile_heads * p.tile_positions;
     // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
     const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
@@ -1629,7 +1635,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
     unsigned cluster_parity = 0;
-    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1;
+    // A CTA of one item has none to wait for.
+    const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1 && p.items > gridDim.x;
     unsigned held = 0;
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -1751,7 +1758,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 fa4_attention_d128_m4r32_sk_bf16_causal_p16_len_t8_g8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
@@ -1761,7 +1768,7 @@ fa4_attention_d128_m4r32_sk_bf16_causal_p16_len_t8_g8_sm90a(
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 fa4_attention_d128_m4r32_sk_bf16_causal_p16_len_t16_g8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
@@ -1771,7 +1778,7 @@ fa4_attention_d128_m4r32_sk_bf16_causal_p16_len_t16_g8_sm90a(
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 fa4_attention_d128_m4r32_sk_bf16_causal_p16_len_t32_g8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
