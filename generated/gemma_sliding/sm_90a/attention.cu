@@ -221,6 +221,7 @@ constexpr unsigned PAGES = 4;         // of a key tile, copied one by one
 constexpr unsigned PAGE_LOOKUPS = 1;   // entries of the table that a lane of the ring's producer reads at once
 constexpr unsigned TABLE_BATCH = PAGE_LOOKUPS * 32;
 constexpr unsigned BATCH_STEP = 1;     // batches from one key tile of a ring to the next, at most
+constexpr unsigned LINE_ENTRIES = 32;      // of the table in a line of the cache
 constexpr float LOG2E = 1.44269504f;
 constexpr float LN2 = 0.69314718f;
 constexpr float MINUS_INFINITY = __builtin_bit_cast(float, 0xff800000u);
@@ -463,6 +464,13 @@ __device__ __forceinline__ unsigned long long ptx_atom_add_acq_rel(unsigned long
 // Stores to global memory as an atomic does: whole, at GPU scope, and in order with other atomics on the address. PTX ISA "st", .relaxed.
 __device__ __forceinline__ void ptx_st_relaxed(unsigned long long* address, unsigned long long value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Loads a word of global memory here and now: the compiler neither moves it behind a branch nor drops it. PTX ISA "ld".
+__device__ __forceinline__ int ptx_ld_global(const int* address) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(address));
+    return value;
 }
 
 // Starts the copy of `bytes` contiguous bytes (a multiple of 16, both ends aligned to 16) to shared memory; they count towards `barrier`
@@ -818,6 +826,14 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 
 // --- producers -------------------------------------------------------------------------------------------------------
 
+// Which entries of its table a sequence's window needs is only known with its length. While that is on its way, a lane each fetches the lines
+// of a table that has no more of them.
+__device__ __forceinline__ void touch_table(const Problem& p, unsigned index, unsigned lane) {
+    const unsigned batch = index / (p.kv_heads * p.q_tiles * p.partitions);
+    if (p.table_pages <= 32 * LINE_ENTRIES && lane * LINE_ENTRIES < p.table_pages)
+        ptx_ld_global(p.block_table + (unsigned long long)batch * p.table_pages + lane * LINE_ENTRIES);
+}
+
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
 // partitions of a query tile, their O. A warp runs it.
 // Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
@@ -832,6 +848,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     unsigned verdict_parity = 0;
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
+        touch_table(p, index, lane);
         const Item item = item_at(p, index);
         if (!has_work(p, item)) continue;
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
