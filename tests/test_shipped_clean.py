@@ -109,20 +109,21 @@ def problem_size(config: Config, geo: Geometry, shape: str) -> dict[str, Any]:
     """keys, batch and options of a launch."""
     key_split = geo.arch == "sm_90a" and not config.shared_key
     if shape != "whole" and geo.arch == "sm_90a" and not key_split:
-        # Two clusters of four, or more of two, at the same time: of ten SMs eight take them, see attention._resident.
-        return {"keys": 4 * geo.block_keys + 40, "batch": 1, "partition_keys": geo.block_keys, "ctas": 10}
+        # Two clusters of four, or more of two, at the same time: of room for ten CTAs eight take them, see attention._resident.
+        assert isinstance(geo, Sm90Geometry)
+        return {"keys": 4 * geo.block_keys + 40, "batch": 1, "partition_keys": geo.block_keys, "ctas": -(-10 // geo.ctas_per_sm)}
     if shape != "whole":
         return {"keys": 3 * geo.block_keys + 40, "batch": 1, "partition_keys": geo.block_keys, "ctas": 3}
     if geo.arch != "sm_90a":
         return {"keys": 3 * geo.block_keys + 40, "batch": 1}
-    # One CTA takes all the items, and one more than Q has buffers.
+    # Every CTA of one SM takes one item more than Q has buffers.
     assert isinstance(geo, Sm90Geometry)
-    batch = geo.q_buffers + 1
+    items = geo.q_buffers + 1
     # Key-split has a ring for each part, and each part every m_pack-th key tile.
     tiles = geo.m_pack * (geo.ring_slots // geo.m_pack // 2 + 1)
     if not key_split:
-        tiles = -(-geo.warpgroups * (geo.slots_per_ring // (2 * geo.tile_slots) + 1) // batch)
-    return {"keys": tiles * geo.block_keys + 40, "batch": batch, "ctas": 1}
+        tiles = -(-geo.warpgroups * (geo.slots_per_ring // (2 * geo.tile_slots) + 1) // items)
+    return {"keys": tiles * geo.block_keys + 40, "batch": items * geo.ctas_per_sm, "ctas": 1}
 
 
 def attention_cases() -> Iterator[tuple[str, str, str, str]]:

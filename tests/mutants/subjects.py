@@ -276,14 +276,14 @@ def subjects() -> tuple[Subject, ...]:
             without="^ring one slot|^parity kept",
         ),
         attention_subject("d512", "sm_90a", *SM90),
-        # Tiles of 8 rows, whose O waits where Q was: of 16 items in a CTA most are stored early, each buffer once first in line. So many
-        # partitions that a merge by one CTA goes around the ring, and around Q's buffers.
+        # Two CTAs an SM. Tiles of 8 rows, whose O waits where Q was: of 16 items in a CTA most are stored early, each buffer once first in
+        # line. So many partitions that a merge by one CTA goes around the ring, and around Q's buffers.
         attention_subject(
             "d128_sk",
             "sm_90a",
-            {"keys": 70, "batch": 16, "ctas": 1, "group": 8},
-            {"keys": 300, "partition_keys": 64, "ctas": 10, "group": 8},
-            {"keys": 1100, "partition_keys": 64, "ctas": 2, "group": 8, "clusters": False},
+            {"keys": 70, "batch": 32, "ctas": 1, "group": 8},
+            {"keys": 300, "partition_keys": 64, "ctas": 5, "group": 8},
+            {"keys": 1100, "partition_keys": 64, "ctas": 1, "group": 8, "clusters": False},
         ),
         attention_subject("d128", "sm_90a", *SM90_KEY_SPLIT),
         # Every ring wraps; partitions; scores that grow, so that O is rescaled; work for one of the two warpgroups only.
