@@ -355,6 +355,25 @@ def test_a_warpgroup_alone_with_an_item_waits_for_the_other(depth, fields, lengt
         run(FeatureProblem(c, [1] * 2, lengths, 5, 2), seed, **options).check()
 
 
+@pytest.mark.parametrize("fields", [{}, PAGED | {"page_size": 16}, FP8 | {"ov_depth": 128}], ids=str)
+def test_a_warpgroup_without_keys_gives_no_answer_before_its_producer_has_read_the_last(fields):
+    """Partitions of a key tile, with a window: every item in which it lies is the other warpgroup's alone, but both finish it."""
+    fields = {"mask": "causal", "window": 200, "warpgroups": 2, "tile_rows": 16, "key_lengths": True} | fields
+    depth = fields.pop("ov_depth", 64)
+    c = config(depth=depth, **fields)
+    changed = source(c).replace("if (has_no_tile(item, warpgroup) && ", "if (false && ")
+    assert changed != source(c)
+    for text, clean in ((source(c), True), (changed, False)):
+        found = set()
+        for seed in range(4):
+            problem = FeatureProblem(c, [1, 1], [700, 94], 1, 2)
+            result = EmulatorBackend(seed=seed).run(compiled(text), problem.launch(ctas=1, partition_keys=64))
+            found |= {hazard.kind for hazard in result.hazards}
+            if clean:
+                problem.check()
+        assert not found if clean else found & {"race", "mbarrier"}
+
+
 def test_rows_past_the_last_sequence_are_left_alone():
     """A batch that is padded for a captured graph: the arrays have more rows than query_starts names."""
     c = config(**RAGGED)
