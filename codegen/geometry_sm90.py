@@ -41,8 +41,8 @@ REGISTERS_PER_SM = 65_536
 SMEM_PER_SM_BYTES = 233_472
 SMEM_PER_CTA_BYTES = 1_024  # of it, that the system keeps for every CTA
 SHARED_SM_DEPTH = 128  # at most, for more CTAs than one an SM; at 256 two are no faster, and slower with 32 rows
-FOUR_CTAS_O_ELEMENTS = 512
-FP8_RING_BYTES = 65_536
+FOUR_CTAS_O_ELEMENTS = 512  # of O, for four of them: 8 rows of depth 64, whose 72 registers a thread are fewer than the 80 there are
+FP8_RING_BYTES = 65_536  # of all rings of 8 bits
 MAX_REGISTERS = 255
 REGISTER_STEP = 8
 P_BUFFERS = 2
@@ -310,7 +310,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
             q_buffers = held_tiles = HELD_TILES
         return max_cluster, q_buffers, held_tiles, most_slots(q_buffers, max_cluster)
 
-    # Where O leaves them the registers, more CTAs than one hide what each waits for; 4 of 8 rows have 80 registers a thread, 2 have 168.
+    # Where O leaves them the registers, several CTAs hide what each waits for (bench/LOG.md 19).
     useful = 1 if warpgroups == 2 or depth > SHARED_SM_DEPTH else 4 if tile_rows * depth <= FOUR_CTAS_O_ELEMENTS else 2
     choices = [config.ctas_per_sm] if config.ctas_per_sm else [sharing for sharing in (4, 2, 1) if sharing <= useful]
     # A ring that is asked for may leave room for fewer.
@@ -321,7 +321,7 @@ def derive_sm90(config: Config) -> Sm90Geometry:
     floor = min(tile_slots, 2) * warpgroups
     useful_slots = most
     if fp8:
-        # More than keep the memory busy are slower, most of all where it has writes to do: two slots a tile, and no less than a tile each.
+        # More slots than keep the memory busy are slower (bench/LOG.md 19), but every warpgroup needs a tile of K and of V.
         useful_slots = max(FP8_RING_BYTES // slot_bytes, 2 * tile_slots * warpgroups) // warpgroups * warpgroups
     ring_slots = config.ring_slots or min(most, useful_slots)
     given = config.ring_slots is not None
