@@ -222,6 +222,7 @@ FEATURE_CASES: list[tuple[dict[str, Any], tuple[list[int], list[int], int, int],
     ({"tile_rows": 8, "page_size": 16} | SINKS | PAGED, ([1] * 3, [0, 400, 77], 8, 1), {"partition_keys": 128}),
     ({"tile_rows": 32, "softcap": 20.0, "sinks": True, "mask": "causal"} | D128_M2, ([3], [140], 5, 2), {"scale": -3.0}),
     ({"tile_rows": 8, "softcap": 3.0, "out_dtype": "float32"}, ([1], [130], 8, 1), {"scale": 1.0}),
+    ({"tile_rows": 8, "key_lengths": True, "out_dtype": "float16"}, ([2] * 2, [130, 1], 4, 1), {}),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from fa4gen.codegen import render as render_module
 from fa4gen.codegen.compiler import compile_source
-from fa4gen.codegen.config import ARCHES, Config, load_shipped, parse_config, shipped_configs
+from fa4gen.codegen.config import ARCHES, Config, ConfigError, load_shipped, parse_config, shipped_configs
 from fa4gen.codegen.render import RenderError, has_attention, render, render_files, targets, template_source
 
 DIGEST = """
@@ -88,6 +89,39 @@ def test_headers_can_be_used_alone_and_together(name: str, arch: str) -> None:
     headers = [text for file, text in render(load_shipped(name), arch).items() if file.endswith(".cuh")]
     for text in [*headers, "\n".join(headers)]:
         compile_source(text.replace("#pragma once", "") + '\nextern "C" __global__ void nothing() {}\n', arch, "headers.cu")
+
+
+# What decides which parts of a kernel are there; types decide how they convert.
+PARTS: list[dict[str, object]] = [
+    {},
+    {"key_lengths": True},
+    {"mask": "causal", "window": 90, "sinks": True, "softcap": 20.0, "kv_layout": "paged", "page_size": 16, "key_lengths": True},
+    {"kv_dtype": "float8_e4m3fn", "kv_layout": "paged", "page_size": 16, "kv_scale": "page", "rescale": "exact"},
+]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("shared_key", "m_pack"), [(True, 4), (True, 2), (False, 4), (False, 2)])
+def test_a_kernel_has_the_wrappers_that_it_uses_and_no_others(arch: str, shared_key: bool, m_pack: int) -> None:
+    """Whatever the types and features: a wrapper that one of them needs may not come from another."""
+    seen = 0
+    for dtype, out_dtype, parts in itertools.product(("bfloat16", "float16"), ("bfloat16", "float16", "float32"), PARTS):
+        fields = {"shared_key": shared_key, "m_pack": m_pack, "rows": 128 // m_pack, "dtype": dtype, "out_dtype": out_dtype}
+        try:
+            config = parse_config({"name": "types", "arch": [arch], "ov_depth": 128} | fields | parts)
+        except ConfigError as error:
+            if error.rule != "feature-target":
+                raise
+            continue
+        for file, text in render(config, arch).items():
+            if not file.endswith(".cu"):
+                continue
+            code = re.sub(r"//.*", "", text)
+            defined = set(re.findall(r"__forceinline__ [\w ]+?\b(ptx_\w+)\(", code))
+            used = {name for name in re.findall(r"\b(ptx_\w+)", code) if name not in defined or len(re.findall(rf"\b{name}\b", code)) > 1}
+            assert used == defined, (file, fields, parts)
+            seen += 1
+    assert seen >= 6
 
 
 def test_files_of_the_modes() -> None:
