@@ -227,10 +227,8 @@ HEAVY = {"softcap": 30.0, "sinks": True, "mask": "causal", "window": 128, "resca
 
 
 @pytest.mark.parametrize("depth", [64, 128])
-@pytest.mark.parametrize("fields", [RAGGED | LISTED, RAGGED | PAGED], ids=str)
-def test_as_many_ctas_as_share_an_sm_by_default_never_spill(depth, fields):
-    pages = {"page_size": 16} if "kv_layout" in fields else {}
-    c = config(depth=depth, **HEAVY, **pages, **fields)
+def test_as_many_ctas_as_share_an_sm_by_default_never_spill(depth):
+    c = config(depth=depth, page_size=16, **(HEAVY | RAGGED | PAGED))
     kernels = compiler.compile_source(source(c), "sm_90a", "attention.cu").kernels
     assert len(kernels) == 3
     assert [kernel.spill_store_bytes + kernel.spill_load_bytes + kernel.stack_bytes for kernel in kernels.values()] == [0] * 3
@@ -365,7 +363,7 @@ def test_a_warpgroup_without_keys_gives_no_answer_before_its_producer_has_read_t
     assert changed != source(c)
     for text, clean in ((source(c), True), (changed, False)):
         found = set()
-        for seed in range(4):
+        for seed in range(2):
             problem = FeatureProblem(c, [1, 1], [700, 94], 1, 2)
             result = EmulatorBackend(seed=seed).run(compiled(text), problem.launch(ctas=1, partition_keys=64))
             found |= {hazard.kind for hazard in result.hazards}
