@@ -153,15 +153,18 @@ def alone_us(geo: Geometry) -> float:
     return (TILE_US + tile_bytes(geo) / CTA_BYTES_PER_US) * (1 + geo.tile_rows / ROWS_OF_TWICE)
 
 
-def window_tiles(config: Config, geo: Geometry, positions: int) -> int:
-    """Key tiles that the windows of a query tile of `positions` positions reach, at most; MAX_KEY_TILES where nothing bounds them.
+def bounding_window(config: Config) -> int | None:
+    """The window in keys, where it bounds the key tiles of a query tile: a list of pages says only on the device which of them it has."""
+    return None if config.page_list else config.window
 
-    A list of pages says only on the device which of them a window has.
-    """
-    if config.window is None or config.page_list:
+
+def window_tiles(config: Config, geo: Geometry, positions: int) -> int:
+    """Key tiles that the windows of a query tile of `positions` positions reach, at most; MAX_KEY_TILES where nothing bounds them."""
+    window = bounding_window(config)
+    if window is None:
         return MAX_KEY_TILES
     # Together the windows have window + positions - 1 keys, the first of which may be the last of its tile.
-    return -(-(config.window + positions - 2) // geo.block_keys) + 1
+    return -(-(window + positions - 2) // geo.block_keys) + 1
 
 
 def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -> Split:
@@ -294,8 +297,11 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
 
 
 def _covered(config: Config) -> str:
-    by_window = config.window is not None and not config.page_list
-    return "the keys" if not by_window else "the keys, or if fewer those of a query tile's windows, from their first key tile on"
+    return (
+        "the keys"
+        if bounding_window(config) is None
+        else "the keys, or if fewer those of a query tile's windows, from their first key tile on"
+    )
 
 
 def attention_entry_infos(config: Config, arch: str) -> list[dict[str, Any]]:

@@ -191,7 +191,6 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
             own.append(kernel)
             kernels.append(kernel)
         fixed = fixed_keys(config.split) if config.split else None
-        bounding_window = 0 if config.page_list else config.window or 0
         own_lengths = config.key_lengths or config.kv_layout == "paged" or config.rescale == "exact"
         flags = (int(flag) for flag in (config.page_list, config.ragged_queries, own_lengths))
         rendered.append(
@@ -205,7 +204,14 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
                 "summary": _summary(config),
                 "archs": [arch for arch in archs if (config, arch) in targets],
                 "kernels": own,
-                "numbers": [config.ov_depth, config.page_size or 0, config.group or 0, fixed or 0, bounding_window, *flags],
+                "numbers": [
+                    config.ov_depth,
+                    config.page_size or 0,
+                    config.group or 0,
+                    fixed or 0,
+                    attention.bounding_window(config) or 0,
+                    *flags,
+                ],
                 "scale": f"{np.float32(1.0 / math.sqrt(config.ov_depth)):.9g}",
             }
         )

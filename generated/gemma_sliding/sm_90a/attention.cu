@@ -737,7 +737,8 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     const int seen = max(before + (int)min(item.position + p.tile_positions, p.q_len), 0);
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
     // The first row's window begins first, the last one's last. Partitions that cover all keys lie at the same ones whatever the window: those
-    // before it have no work. Fewer of them lie from the window's first tile on. `used` counts from the first one that takes part, of whole clusters.
+    // before it have no work. Fewer of them lie from the window's first tile on. `used` counts from the first one that takes part, of whole
+    // clusters.
     item.all_from = max(seen - (int)WINDOW, 0);
     const unsigned start = tiles ? (unsigned)max(before + (int)item.position + 1 - (int)WINDOW, 0) / BLOCK_KEYS : 0;
     const unsigned base = tiles > p.partitions * p.partition_tiles ? start : 0;
