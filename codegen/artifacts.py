@@ -23,7 +23,7 @@ from .text import one_line
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 DIFF_LINES_PER_FILE = 200
-RESOURCE_KEYS = ("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes", "static_smem_bytes", "barriers")
+RESOURCE_KEYS = ("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes", "static_smem_bytes", "barriers", "code_bytes")
 
 
 class EmitError(RuntimeError):

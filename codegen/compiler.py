@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import re
+import struct
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ PINNED_NVRTC = "13.0.88"
 # With a driver at hand NVRTC caches what ptxas made of a PTX, and a hit leaves the resource report out: no-cache.
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--no-cache")
 LINE_INFO = "--generate-line-info"
-CACHE_SCHEMA = 1
+CACHE_SCHEMA = 2
+PREFETCHED_CODE_BYTES = 65_536  # of a kernel, that an H200 fetches as it is launched, as far as timing tells (bench/LOG.md 20)
 
 
 class CompileError(RuntimeError):
@@ -38,7 +40,10 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What ptxas reports for one entry. Registers per thread; bytes; barriers is the count of barrier ids reserved."""
+    """What ptxas reports for one entry. Registers per thread; bytes; barriers is the count of barrier ids reserved.
+
+    code_bytes: of its instructions in the CUBIN. A launch of more than PREFETCHED_CODE_BYTES that none came before lately takes longer.
+    """
 
     registers: int
     spill_store_bytes: int
@@ -46,6 +51,7 @@ class KernelResources:
     stack_bytes: int
     static_smem_bytes: int
     barriers: int
+    code_bytes: int
 
 
 @dataclass(frozen=True)
@@ -154,9 +160,25 @@ def parse_resources(log: str) -> dict[str, KernelResources]:
     return {name: KernelResources(**values) for name, values in kernels.items()}
 
 
+def code_bytes(cubin: bytes) -> dict[str, int]:
+    """Entry name -> bytes of its instructions, from the section headers of an ELF image (ELF-64, little-endian)."""
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # Of each header: where its name begins, where the section lies, and its length.
+    headers = [struct.unpack_from("<I20xQQ", cubin, offset + index * size) for index in range(count)]
+    strings = headers[names][1]
+    result = {}
+    for name, _, length in headers:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)].decode()
+        if text.startswith(".text."):
+            result[text.removeprefix(".text.")] = length
+    return result
+
+
 def _compile(source: str, arch: str, file_name: str, line_info: bool) -> Module:
     ptx, cubin, log = _run_nvrtc(source, arch, file_name, line_info)
-    kernels = parse_resources(log)
+    sizes = code_bytes(cubin)
+    kernels = {name: replace(kernel, code_bytes=sizes.get(name, 0)) for name, kernel in parse_resources(log).items()}
     entries = re.findall(r"^\s*(?:\.visible\s+)?\.entry\s+([\w$]+)", ptx, re.MULTILINE)
     if sorted(entries) != sorted(kernels) or not all(kernel.registers for kernel in kernels.values()):
         raise CompileError(f"{file_name} ({arch}): ptxas reports on {sorted(kernels)}, the PTX has entries {sorted(entries)}", log)

@@ -168,7 +168,7 @@ def _kernels(facts: Facts) -> Sheet:
     rows = []
     for kernel in facts.kernels:
         found = kernel.resources
-        figures = ("-",) * 5
+        figures = ("-",) * 6
         if found:
             spills = f"{found['spill_store_bytes']} + {found['spill_load_bytes']}"
             figures = (
@@ -176,13 +176,14 @@ def _kernels(facts: Facts) -> Sheet:
                 spills,
                 str(found["stack_bytes"]),
                 str(found["barriers"]),
+                f"{found['code_bytes']:,}",
                 f"{found['static_smem_bytes']:,}",
             )
         rows.append(
             (kernel.entry, "attention.cu" if kernel.full else "unit.cu", str(kernel.threads), *figures, f"{kernel.dynamic_smem_bytes:,}")
         )
     if not facts.attention:
-        rows.append((f"attention on {facts.arch}", "not generated", *("-",) * 7))
+        rows.append((f"attention on {facts.arch}", "not generated", *("-",) * 8))
     headers = (
         "kernel",
         "file",
@@ -191,6 +192,7 @@ def _kernels(facts: Facts) -> Sheet:
         ">spilled, stored + loaded",
         ">stack",
         ">named barriers",
+        ">code",
         ">static SMEM",
         ">dynamic SMEM",
     )

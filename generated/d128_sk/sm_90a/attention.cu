@@ -645,6 +645,30 @@ __device__ __forceinline__ float fa4_ws_exchange4_add(float partial, unsigned lo
 
 // --- the problem and its work items ----------------------------------------------------------------------------------
 
+// A quotient and what is left.
+struct Quotient {
+    unsigned whole, rest;
+};
+
+// What a thread divides by several times.
+struct Divisor {
+    unsigned by, inverse;
+};
+
+__device__ __forceinline__ Divisor divisor(unsigned by) {
+    // Most launches divide by 1, and a division takes longer than that branch.
+    unsigned inverse = 0xffffffff;
+    if (by != 1) inverse /= by;
+    return Divisor{by, inverse};
+}
+
+__device__ __forceinline__ Quotient divide(unsigned value, const Divisor& divisor) {
+    // value / by exceeds value * inverse / 2^32 by at most value / 2^32: less than 1.
+    const unsigned low = __umulhi(value, divisor.inverse);
+    const unsigned rest = value - low * divisor.by;
+    return rest < divisor.by ? Quotient{low, rest} : Quotient{low + 1, rest - divisor.by};
+}
+
 struct Problem {
     unsigned batch, q_len, keys, kv_heads, group;
     unsigned tile_rows;           // query rows of a tile
@@ -656,17 +680,11 @@ struct Problem {
     unsigned partitions;          // of every query tile; those past its last key have no work
     unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
+    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position;  // clusters: of one query tile
 };
 
-// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
-struct Quotient {
-    unsigned whole, rest;
-};
-
-__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
-    if (by == 1) return Quotient{value, 0};
-    const unsigned whole = value / by;
-    return Quotient{whole, value - whole * by};
+__device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
+    return 31 - __clz(p.cluster);
 }
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
@@ -681,6 +699,10 @@ __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsi
     p.partitions = partitions;
     p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
+    p.by_kv_heads = divisor(kv_heads);
+    p.by_q_tiles = divisor(p.q_tiles);
+    p.by_clusters = divisor(partitions >> cluster_log2(p));
+    p.by_tiles_per_position = divisor(p.tiles_per_position);
     return p;
 }
 
@@ -689,29 +711,31 @@ struct Item {
     unsigned batch, kv_head;
     unsigned query_tile;       // among those of all sequences and KV heads
     unsigned partition, used;  // used: partitions of this query tile that have work; 1 if there is no key at all
+    bool split;                // used > 1
     unsigned position, head;  // of query row 0; the head counts within the group
     int all_see;              // keys below it are visible to every row of the tile
-    unsigned first_tile, end_tile;
+    unsigned tiles, first_tile, end_tile;  // tiles: key tiles of the sequence
 };
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned cluster_log2 = 31 - __clz(p.cluster);
-    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
-    const Quotient tile = divide(head.whole, p.q_tiles);
-    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
+    const Quotient head = divide(index >> cluster_log2(p), p.by_kv_heads);
+    const Quotient tile = divide(head.whole, p.by_q_tiles);
+    const Quotient part = divide(tile.whole, p.by_clusters);
     item.kv_head = head.rest;
-    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
+    item.partition = (part.rest << cluster_log2(p)) + (index & (p.cluster - 1));
     item.batch = part.whole;
     item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
-    const Quotient position = divide(tile.rest, p.tiles_per_position);
+    const Quotient position = divide(tile.rest, p.by_tiles_per_position);
     item.position = position.whole * p.tile_positions;
     item.head = position.rest * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    item.tiles = tiles;
     item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.split = p.partitions > 1 && tiles > p.partition_tiles;
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
@@ -719,7 +743,10 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
 
 // Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
 __device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
-    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
+    // What counts in a cluster is the first of its partitions.
+    const unsigned first = item.split ? item.partition & ~(p.cluster - 1) : item.partition;
+    // Below `used`, without the division that it takes.
+    return first == 0 || first * p.partition_tiles < item.tiles;
 }
 
 // --- rings -----------------------------------------------------------------------------------------------------------
@@ -820,7 +847,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
             }
         }
         const Share share = share_of(item, warpgroup);
-        if (item.used == 1 || !share.any() || p.cluster > 1) continue;
+        if (!item.split || !share.any() || p.cluster > 1) continue;
         wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
         if (!reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup]) continue;
@@ -1154,14 +1181,17 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
     float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET);
     const float4* from = reinterpret_cast<const float4*>(workspace.lse + item.query_tile * p.partitions * 32);
     const unsigned thread = at.warp * 32 + at.lane;
+#pragma unroll 1
     for (unsigned i = thread; i < item.used * 8; i += share.threads) all[i] = from[i];
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(share.barrier, share.threads);
     const float* lse = reinterpret_cast<const float*>(all) + at.lane;
     float top = MINUS_INFINITY;
+#pragma unroll 1
     for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * 32]);
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
+#pragma unroll 1
     for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * 32] + reference);
     const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
 #pragma unroll
@@ -1208,16 +1238,19 @@ struct Weights {
     __device__ __forceinline__ float of(float log2_part) const { return ptx_ex2_approx_ftz(log2_part + top) * inverse; }
 };
 
-// log2_parts: [parts][32 lanes], of this lane; parts is a multiple of STEP.
+// log2_parts: [parts][32 lanes], of this lane; parts is a multiple of STEP. Here and in the other merges loops stay loops: a launch that
+// none of its kind came before waits for its code, and for more of it than 64 KiB longest.
 constexpr unsigned STEP = 4;
 __device__ __forceinline__ Weights weigh(unsigned parts, const float* log2_parts) {
     float top = MINUS_INFINITY;
+#pragma unroll 1
     for (unsigned i = 0; i < parts; i += STEP)
 #pragma unroll
         for (unsigned j = 0; j < STEP; ++j) top = fmaxf(top, log2_parts[(i + j) * 32]);
     // No key in any of them: all weights are 2^-inf = 0.
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
+#pragma unroll 1
     for (unsigned i = 0; i < parts; i += STEP)
 #pragma unroll
         for (unsigned j = 0; j < STEP; ++j) sum += ptx_ex2_approx_ftz(log2_parts[(i + j) * 32] + reference);
@@ -1272,29 +1305,34 @@ __device__ __forceinline__ float merge_cluster(float (&o)[O_BLOCKS][Tile::FRAGME
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
 #pragma unroll
-    for (unsigned r = 0; r < CLUSTER; ++r) sum += log2_parts[r] = ptx_ex2_approx_ftz(log2_parts[r] + reference);
+    for (unsigned r = 0; r < CLUSTER; ++r) sum += ptx_ex2_approx_ftz(log2_parts[r] + reference);
     const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
 
+    // The own slice first: what is there has been sent.
+#pragma unroll
+    for (unsigned r = 1; r < CLUSTER; ++r)
+        if (r == rank)
+#pragma unroll
+            for (unsigned block = 0; block < SLICE; ++block)
+#pragma unroll
+                for (unsigned i = 0; i < Tile::FRAGMENT; ++i) o[block][i] = o[r * SLICE + block][i];
     float merged[SLICE][Tile::FRAGMENT];
 #pragma unroll
     for (unsigned block = 0; block < SLICE; ++block)
 #pragma unroll
-        for (unsigned r = 0; r < Tile::FRAGMENT; ++r) merged[block][r] = 0.0f;
-    // In the order of the partitions, so of the keys.
-#pragma unroll
+        for (unsigned i = 0; i < Tile::FRAGMENT; ++i) merged[block][i] = 0.0f;
+    // In the order of the partitions, so of the keys. A loop, unless all the own slice's registers would be held through it.
+#pragma unroll (SLICE_QUADS > MERGE_READS ? CLUSTER : 1)
     for (unsigned r = 0; r < CLUSTER; ++r) {
+        const unsigned place = r - (r > rank);
+        const float mine = ptx_ex2_approx_ftz((r == rank ? log2_lse : lses[place * 32]) + reference) * inverse;
         float weight[Tile::LANE_ROWS];
 #pragma unroll
-        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(log2_parts[r] * inverse, row, at.lane);
+        for (unsigned row = 0; row < Tile::LANE_ROWS; ++row) weight[row] = row_value<Tile>(mine, row, at.lane);
 #pragma unroll
-        for (unsigned quad = 0; quad < SLICE_QUADS; ++quad) {
-            float4 part;
-            if (r == rank)
-                part = quad_of<Tile>(o[r * SLICE + quad / QUADS], quad % QUADS);
-            else
-                part = slices[((r - (r > rank)) * SLICE_QUADS + quad) * 128];
-            add_weighted<Tile>(merged[quad / QUADS], quad % QUADS, weight, part);
-        }
+        for (unsigned quad = 0; quad < SLICE_QUADS; ++quad)
+            add_weighted<Tile>(merged[quad / QUADS], quad % QUADS, weight,
+                               r == rank ? quad_of<Tile>(o[quad / QUADS], quad % QUADS) : slices[(place * SLICE_QUADS + quad) * 128]);
     }
 #pragma unroll
     for (unsigned block = 0; block < SLICE; ++block)
@@ -1346,6 +1384,7 @@ __device__ __forceinline__ bool merge_clusters(float (&o)[O_BLOCKS][Tile::FRAGME
     // Clusters are worked on several at a time: those past the last one weigh nothing.
     const unsigned whole = (used + (AHEAD > STEP ? AHEAD : STEP) - 1) & ~((AHEAD > STEP ? AHEAD : STEP) - 1);
     const float4 nothing = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+#pragma unroll 1
     for (unsigned i = thread; i < whole * 8; i += 128) all[i] = i < used * 8 ? reinterpret_cast<const float4*>(lse)[i] : nothing;
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(TILE_BARRIER, 128);
@@ -1426,9 +1465,9 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     unsigned first_block = 0, blocks = O_BLOCKS;
     bool writes_lse = at.warp == 3 && at.warpgroup == 0;
-    const bool in_cluster = item.used > 1 && p.cluster > 1;
+    const bool in_cluster = item.split && p.cluster > 1;
     if (in_cluster) {
-        const unsigned rank = item.partition % p.cluster;
+        const unsigned rank = item.partition & (p.cluster - 1);
         const unsigned parity = cluster_parity;
         cluster_parity ^= 1;
         bool ours = true;
@@ -1446,10 +1485,10 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
             take_back<Tile>(at, parity);
             return;
         }
-        blocks = O_BLOCKS / p.cluster;
+        blocks = O_BLOCKS >> cluster_log2(p);
         first_block = rank * blocks;
         writes_lse = writes_lse && rank == 0;
-    } else if (item.used > 1) {
+    } else if (item.split) {
         if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
         log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
     }

@@ -584,6 +584,30 @@ __device__ __forceinline__ float fa4_ws_exchange4_add(float partial, unsigned lo
 
 // --- the problem and its work items ----------------------------------------------------------------------------------
 
+// A quotient and what is left.
+struct Quotient {
+    unsigned whole, rest;
+};
+
+// What a thread divides by several times.
+struct Divisor {
+    unsigned by, inverse;
+};
+
+__device__ __forceinline__ Divisor divisor(unsigned by) {
+    // Most launches divide by 1, and a division takes longer than that branch.
+    unsigned inverse = 0xffffffff;
+    if (by != 1) inverse /= by;
+    return Divisor{by, inverse};
+}
+
+__device__ __forceinline__ Quotient divide(unsigned value, const Divisor& divisor) {
+    // value / by exceeds value * inverse / 2^32 by at most value / 2^32: less than 1.
+    const unsigned low = __umulhi(value, divisor.inverse);
+    const unsigned rest = value - low * divisor.by;
+    return rest < divisor.by ? Quotient{low, rest} : Quotient{low + 1, rest - divisor.by};
+}
+
 struct Problem {
     unsigned batch, q_len, keys, kv_heads, group;
     unsigned tile_rows;           // query rows of a tile
@@ -595,17 +619,11 @@ struct Problem {
     unsigned partitions;          // of every query tile; those past its last key have no work
     unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
+    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position;  // clusters: of one query tile
 };
 
-// A quotient and what is left. Most launches divide by 1, and a division takes longer than that branch.
-struct Quotient {
-    unsigned whole, rest;
-};
-
-__device__ __forceinline__ Quotient divide(unsigned value, unsigned by) {
-    if (by == 1) return Quotient{value, 0};
-    const unsigned whole = value / by;
-    return Quotient{whole, value - whole * by};
+__device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
+    return 31 - __clz(p.cluster);
 }
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
@@ -620,6 +638,10 @@ __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsi
     p.partitions = partitions;
     p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
+    p.by_kv_heads = divisor(kv_heads);
+    p.by_q_tiles = divisor(p.q_tiles);
+    p.by_clusters = divisor(partitions >> cluster_log2(p));
+    p.by_tiles_per_position = divisor(p.tiles_per_position);
     return p;
 }
 
@@ -628,29 +650,31 @@ struct Item {
     unsigned batch, kv_head;
     unsigned query_tile;       // among those of all sequences and KV heads
     unsigned partition, used;  // used: partitions of this query tile that have work; 1 if there is no key at all
+    bool split;                // used > 1
     unsigned position, head;  // of query row 0; the head counts within the group
     int all_see;              // keys below it are visible to every row of the tile
-    unsigned first_tile, end_tile;
+    unsigned tiles, first_tile, end_tile;  // tiles: key tiles of the sequence
 };
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned cluster_log2 = 31 - __clz(p.cluster);
-    const Quotient head = divide(index >> cluster_log2, p.kv_heads);
-    const Quotient tile = divide(head.whole, p.q_tiles);
-    const Quotient part = divide(tile.whole, p.partitions >> cluster_log2);
+    const Quotient head = divide(index >> cluster_log2(p), p.by_kv_heads);
+    const Quotient tile = divide(head.whole, p.by_q_tiles);
+    const Quotient part = divide(tile.whole, p.by_clusters);
     item.kv_head = head.rest;
-    item.partition = (part.rest << cluster_log2) + (index & (p.cluster - 1));
+    item.partition = (part.rest << cluster_log2(p)) + (index & (p.cluster - 1));
     item.batch = part.whole;
     item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
-    const Quotient position = divide(tile.rest, p.tiles_per_position);
+    const Quotient position = divide(tile.rest, p.by_tiles_per_position);
     item.position = position.whole * p.tile_positions;
     item.head = position.rest * p.tile_rows;
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    item.tiles = tiles;
     item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.split = p.partitions > 1 && tiles > p.partition_tiles;
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
@@ -658,7 +682,10 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
 
 // Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
 __device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
-    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
+    // What counts in a cluster is the first of its partitions.
+    const unsigned first = item.split ? item.partition & ~(p.cluster - 1) : item.partition;
+    // Below `used`, without the division that it takes.
+    return first == 0 || first * p.partition_tiles < item.tiles;
 }
 
 // --- rings -----------------------------------------------------------------------------------------------------------
@@ -751,7 +778,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
             }
         }
         const Share share = share_of(item, warpgroup);
-        if (item.used == 1 || !share.any()) continue;
+        if (!item.split || !share.any()) continue;
         wait(smem + Tile::VERDICT_OFFSET + warpgroup * MBARRIER_BYTES, verdict_parity);
         verdict_parity ^= 1;
         if (!reinterpret_cast<const unsigned*>(smem_bytes + Tile::LAST_OFFSET)[1 + warpgroup]) continue;
@@ -1029,9 +1056,9 @@ template <class Tile, unsigned (*pack)(float, float)>
 __device__ __forceinline__ void store_columns(const float (&fragment)[Tile::FRAGMENT], unsigned tile, const Place& at) {
 #pragma unroll
     for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
-        const unsigned row = i / 2 * 8 + at.lane % 4 * 2 + i % 2;
-        const unsigned address = tile + row * 128 + ((at.warp * 2 + at.lane / 16) ^ (row % 8)) * 16 + at.lane / 4 % 4 * 4;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(pack(fragment[i / 2 * 4 + i % 2], fragment[i / 2 * 4 + 2 + i % 2])) : "memory");
+        const unsigned row = at.lane % 4 * 2 + i % 2;  // of 8
+        const unsigned place = row * 128 + ((at.warp * 2 + at.lane / 16) ^ row) * 16 + at.lane / 4 % 4 * 4;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile + place + i / 2 * 1024), "r"(pack(fragment[i / 2 * 4 + i % 2], fragment[i / 2 * 4 + 2 + i % 2])) : "memory");
     }
 }
 
@@ -1208,14 +1235,17 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
     float4* all = reinterpret_cast<float4*>(at.smem_bytes + Tile::WEIGHTS_OFFSET);
     const float4* from = reinterpret_cast<const float4*>(workspace.lse + item.query_tile * p.partitions * 32);
     const unsigned thread = (share.threads == 128 ? 0 : at.warpgroup * 128) + at.warp * 32 + at.lane;
+#pragma unroll 1
     for (unsigned i = thread; i < item.used * 8; i += share.threads) all[i] = from[i];
     // Orders the LSEs' stores to shared memory before their reads.
     ptx_bar_sync(share.barrier, share.threads);
     const float* lse = reinterpret_cast<const float*>(all) + at.lane;
     float top = MINUS_INFINITY;
+#pragma unroll 1
     for (unsigned i = 0; i < item.used; ++i) top = fmaxf(top, lse[i * 32]);
     const float reference = top == MINUS_INFINITY ? 0.0f : -top;
     float sum = 0.0f;
+#pragma unroll 1
     for (unsigned i = 0; i < item.used; ++i) sum += ptx_ex2_approx_ftz(lse[i * 32] + reference);
     const float inverse = sum > 0.0f ? ptx_rcp_approx_ftz(sum) : 0.0f;
 #pragma unroll
@@ -1287,7 +1317,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     unsigned first_block = 0, blocks = O_BLOCKS;
     bool writes_lse = at.warp == 3 && at.warpgroup == 0;
-    if (item.used > 1) {
+    if (item.split) {
         if (!publish<Tile>(o, log2_lse, p, item, at, share, workspace)) return;
         log2_lse = merge_partitions<Tile>(o, p, item, at, ring, share, workspace);
     }

@@ -614,6 +614,10 @@ struct Problem {
     unsigned items;
 };
 
+__device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
+    return 31 - __clz(p.cluster);
+}
+
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
                                             unsigned cluster = 1) {
@@ -634,21 +638,21 @@ struct Item {
     unsigned batch, kv_head;
     unsigned query_tile;       // among those of all sequences and KV heads
     unsigned partition, used;  // used: partitions of this query tile that have work; 1 if there is no key at all
+    bool split;                // used > 1
     unsigned position, head;  // of query row 0; the head counts within the group
     int all_see;              // keys below it are visible to every row of the tile
-    unsigned first_tile, end_tile;
+    unsigned tiles, first_tile, end_tile;  // tiles: key tiles of the sequence
 };
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const unsigned cluster_log2 = 31 - __clz(p.cluster);
     // Divided anew for each number: quotients kept side by side take registers that 32 rows of depth 128 do not have.
-    const unsigned unit = index >> cluster_log2;
-    const unsigned groups = p.partitions >> cluster_log2;
+    const unsigned unit = index >> cluster_log2(p);
+    const unsigned groups = p.partitions >> cluster_log2(p);
     const unsigned tile = unit / p.kv_heads % p.q_tiles;
     item.kv_head = unit % p.kv_heads;
-    item.partition = (unit / p.kv_heads / p.q_tiles % groups << cluster_log2) + (index & (p.cluster - 1));
+    item.partition = (unit / p.kv_heads / p.q_tiles % groups << cluster_log2(p)) + (index & (p.cluster - 1));
     item.batch = unit / p.kv_heads / p.q_tiles / groups;
     item.query_tile = (item.batch * p.q_tiles + tile) * p.kv_heads + item.kv_head;
     item.position = tile / p.tiles_per_position * p.tile_positions;
@@ -656,7 +660,9 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.all_see = (int)p.keys;
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    item.tiles = tiles;
     item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.split = p.partitions > 1 && tiles > p.partition_tiles;
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
     return item;
@@ -664,7 +670,10 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
 
 // Whether the CTA has work: keys, or a part in the merge of its cluster, of whose partitions only the first ones may have keys.
 __device__ __forceinline__ bool has_work(const Problem& p, const Item& item) {
-    return item.partition - (item.used > 1 ? item.partition % p.cluster : 0) < item.used;
+    // What counts in a cluster is the first of its partitions.
+    const unsigned first = item.split ? item.partition & ~(p.cluster - 1) : item.partition;
+    // Below `used`, without the division that it takes.
+    return first == 0 || first * p.partition_tiles < item.tiles;
 }
 
 // Keys that a query row sees.
