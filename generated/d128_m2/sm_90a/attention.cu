@@ -634,7 +634,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
+        if (!has_work(p, item)) continue;
         for (unsigned tile = item.first_tile + part; tile < item.end_tile; tile += PARTS) {
 #pragma unroll 1
             for (unsigned operand = 0; operand < 2; ++operand) {
@@ -1003,7 +1003,6 @@ __device__ __forceinline__ void finish(const Output<Tile>& o, Rows<Tile>& rows, 
     const unsigned row = at.thread % PART_ROWS;
     // Rows past the tile bring what keeps the combine finite; so does a row that sees no key, whose O is 0 in all parts.
     const bool in_tile = row < Tile::ROWS;
-    const bool split = item.used > 1;
     float own_max = 0.0f, own_sum = 1.0f;
     if (at.row_warp < Tile::ROW_WARPS) {
         stage_o<Tile>(o, at);
@@ -1025,7 +1024,7 @@ __device__ __forceinline__ void finish(const Output<Tile>& o, Rows<Tile>& rows, 
     float* stage = reinterpret_cast<float*>(at.smem_bytes + Tile::STAGE_OFFSET);
     float* maxsum = reinterpret_cast<float*>(at.smem_bytes + Tile::MAXSUM_OFFSET);
     float log2_lse;
-    if (split) {
+    if (item.split) {
         float band[BAND_COLS];
         const float2 ml = fa4_ws_level1_combine(row, at.part, COMBINE_BARRIER, own_max, own_sum, scale_log2e, stage, maxsum, band);
         if (!publish<Tile>(band, ml, p, item, at, workspace, scale_log2e)) return;
@@ -1086,7 +1085,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 #pragma unroll 1
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
-        if (item.partition >= item.used) continue;
+        if (!has_work(p, item)) continue;
 #pragma unroll
         for (unsigned i = 0; i < Tile::ROW_BLOCKS; ++i) {
             rows.maximum[i] = MINUS_INFINITY;
