@@ -43,8 +43,6 @@ MERGE_US = 2.5
 MERGE_BYTES_PER_US = 35e3
 MAX_WAVES = 4
 MAX_KEY_TILES = 1 << 31
-# More partitions never measured faster: 32 CTAs a query tile already read as fast as the memory gives.
-AUTO_PARTITIONS = 32
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def auto_split(geo: Sm90Geometry, key_tiles: int, query_tiles: int, ctas: int) -
 
     The exported launcher has this in C (templates/export/attention.c.j2), of the same operations in the same order.
     """
-    most = min(key_tiles, AUTO_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles))
+    most = min(key_tiles, MAX_PARTITIONS, max(1, MAX_WAVES * ctas // query_tiles))
     # Whole clusters: a CTA of one that has no keys only waits for the others.
     counts = [count for count in range(1, most + 1) if count % cluster_size(geo, count) == 0]
     splits = [Split(tiles, -(-key_tiles // tiles)) for tiles in (-(-key_tiles // count) for count in counts)]

@@ -240,7 +240,6 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
         "cluster_us": attention.CLUSTER_US,
         "second_step_us": attention.SECOND_STEP_US,
         "max_waves": attention.MAX_WAVES,
-        "auto_partitions": attention.AUTO_PARTITIONS,
     }
 
 

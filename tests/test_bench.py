@@ -722,7 +722,7 @@ class RecordedOwn:
 
     def __init__(self, problem, config, name, source):
         self.problem, self.config, self.name = problem, config, name
-        self.resources = compiler.KernelResources(100, 0, 0, 0, 0, 1)
+        self.resources = compiler.KernelResources(100, 0, 0, 0, 0, 1, 4096)
         self.grid = (128, 1, 1)
 
     @property

@@ -53,6 +53,18 @@ def test_ptx_cubin_and_resources(arch: str) -> None:
     assert module.nvrtc == nvrtc_version() == compiler.PINNED_NVRTC
 
 
+@pytest.mark.parametrize("arch", ARCHES)
+def test_code_is_measured_by_entry(arch: str) -> None:
+    def entry(name: str, count: int) -> str:
+        add = 'asm volatile("add.rn.f32 %0, %0, 1.0;" : "+f"(x));'
+        return f'extern "C" __global__ void {name}(float* out) {{ float x = out[1]; {add * count} out[0] = x; }}\n'
+
+    kernels = compile_source(entry("short_one", 10) + entry("long_one", 510), arch, "two.cu").kernels
+    # 16 bytes an instruction; an entry ends on 128.
+    assert kernels["long_one"].code_bytes - kernels["short_one"].code_bytes == pytest.approx(500 * 16, abs=128)
+    assert 0 < kernels["short_one"].code_bytes < 1024
+
+
 def test_spills_are_reported() -> None:
     kernel = compile_source(SPILLING, "sm_90a", "spilling.cu").kernels["spilling"]
     assert kernel.registers <= 32
@@ -111,7 +123,7 @@ ptxas info    : Function properties for two
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 8 registers, used 0 barriers
 """
-    assert parse_resources(log) == {"one": KernelResources(40, 5, 10, 16, 4096, 2), "two": KernelResources(8, 0, 0, 0, 0, 0)}
+    assert parse_resources(log) == {"one": KernelResources(40, 5, 10, 16, 4096, 2, 0), "two": KernelResources(8, 0, 0, 0, 0, 0, 0)}
 
 
 def test_a_second_process_takes_the_module_from_the_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
