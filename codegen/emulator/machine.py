@@ -7,6 +7,7 @@ that is furthest behind runs, groups that meet merge, and `.sync` instructions h
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -67,8 +68,6 @@ NAMED_WAITS = 32
 """Waits (of all the warps that wait at one place) that a deadlock report names at most."""
 STALL_INSTRUCTIONS = 4096
 """Warp instructions without any change of memory or barriers after which polling warps are helped on."""
-DIVERGED_INSTRUCTIONS = 16 * STALL_INSTRUCTIONS
-"""The same, after which lanes that others of their warp wait for are taken to poll for these; until then they may be computing."""
 MBARRIER_LIMIT = (1 << 20) - 1
 
 
@@ -836,6 +835,8 @@ class Run:
         self.global_sync: dict[int, dict[tuple[int, int, int], Clock]] = {}
         """Global address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.stopped = False
+        self.polled: dict[Warp, set[bytes]] = {}
+        """Of warps whose lanes wait for others of them: what those had in their registers, since memory last changed."""
         # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
         self.eagerness = self.schedule.eagerness(self.random.choice((0.0, 0.02, 0.1, 0.4)))
         self.quantum = self.random.choice((8, 32, 128))
@@ -907,7 +908,7 @@ class Run:
         rng = self.random
         mark = last = -1
         report_at = 1 << 14
-        stall_at = hang_at = diverged_at = 0
+        stall_at = hang_at = 0
         for _ in range(self.residency):
             self.start_cluster()
         ready = self.ready
@@ -951,12 +952,12 @@ class Run:
             if self.progress_count != last:
                 last = self.progress_count
                 stall_at, hang_at = self.instructions + STALL_INSTRUCTIONS, self.instructions + self.budget // 20
-                diverged_at = self.instructions + DIVERGED_INSTRUCTIONS
+                self.polled.clear()
             elif self.instructions >= stall_at:
                 stall_at = self.instructions + STALL_INSTRUCTIONS
-                self._help_spinning(self.instructions >= hang_at, self.instructions >= diverged_at)
+                self._help_spinning(self.instructions >= hang_at)
 
-    def _help_spinning(self, hangs: bool, diverged: bool) -> None:
+    def _help_spinning(self, hangs: bool) -> None:
         """Warps run, but nothing changes: bring on what they may be polling for, or report that they spin for good."""
         if self.pending:
             self._complete_one()
@@ -965,8 +966,25 @@ class Run:
         elif hangs:
             self._deadlock()
             self.stopped = True
-        elif not self._release_parked() and diverged:
-            self._force_converged()
+        elif not self._release_parked():
+            waiting = dict.fromkeys(warp for warp, group in self._groups() if group.blocked and group.blocked[0] == "converge")
+            self._force_converged([warp for warp in waiting if self._polls(warp)])
+
+    def _polls(self, warp: Warp) -> bool:
+        """Whether the running lanes of a warp are where they have been since memory last changed, with the same in their registers: they
+        poll. Until then they may be computing, however long, and come where the others wait for them."""
+        state = hashlib.blake2b(digest_size=16)
+        for group in warp.groups:
+            if group.blocked is None:
+                state.update(f"{group.pc} {group.ahead} {group.bits}".encode())
+                for bank in warp.banks.values():
+                    state.update(bank[:, group.mask].tobytes())
+                if warp.local is not None:
+                    state.update(warp.local.tobytes())
+        seen = self.polled.setdefault(warp, set())
+        repeats = state.digest() in seen
+        seen.add(state.digest())
+        return repeats
 
     def _remove(self, place: int) -> None:
         warp = self.ready[place]
@@ -1009,11 +1027,12 @@ class Run:
                 released = True
         return released
 
-    def _force_converged(self) -> bool:
-        """Lanes that a `.sync` instruction names cannot come: report the divergence and let the partial warp go on."""
+    def _force_converged(self, among: list[Warp] | None = None) -> bool:
+        """Lanes that a `.sync` instruction names cannot come, in one of these warps or any: report the divergence and let the partial warp
+        go on."""
         for warp, group in self._groups():
             assert group.blocked is not None
-            if group.blocked[0] == "converge":
+            if group.blocked[0] == "converge" and (among is None or warp in among):
                 code = group.blocked[1]
                 missing = warp.live_bits & ~group.bits
                 elsewhere = ", ".join(f"PTX line {self.code.lines[g.pc]}" for g in warp.groups if g is not group)

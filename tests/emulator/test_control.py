@@ -54,10 +54,10 @@ def test_lanes_reconverge_before_a_warp_wide_exchange(assemble):
 def test_a_lane_may_compute_for_long_while_the_others_wait_for_it(assemble):
     body = """
         mov.u32 %r1, 0; setp.eq.u32 %p1, %lane, 0; @!%p1 bra JOIN;
-        LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 8000; @%p2 bra LOOP;
+        LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 80000; @%p2 bra LOOP;
         JOIN: bar.warp.sync -1;
     """
-    assert run(assemble(body + STORE, "out")).tolist() == [8000] + [0] * 31
+    assert run(assemble(body + STORE, "out")).tolist() == [80000] + [0] * 31
 
 
 def test_a_lane_that_polls_for_one_that_waits_for_it_is_reported(assemble):
