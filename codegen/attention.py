@@ -13,7 +13,7 @@ import numpy as np
 from .backends import Launch
 from .config import Config, fixed_keys
 from .emulator import TensorMap, Uninitialized
-from .geometry import F32_BYTES, FP8_BYTES, OPERAND_BYTES, SUB_TILE_DEPTH, Geometry, derive, entry_configs, symbol
+from .geometry import F32_BYTES, FP8_BYTES, OPERAND_BYTES, SUB_TILE_DEPTH, Geometry, derive, entry_configs, sharing_entry, symbol
 from .geometry_sm90 import MAX_PARTITIONS, SWIZZLE_BYTES, WARP_THREADS, Sm90Fp8Geometry, Sm90Geometry, Sm90KeySplitGeometry
 from .geometry_sm100 import Sm100Fp8Geometry
 from .memory_names import attention_regions
@@ -41,7 +41,11 @@ CLUSTER_US = 0.5
 SECOND_STEP_US = 2.5
 MERGE_US = 2.5
 MERGE_BYTES_PER_US = 35e3
+# How long bytes are on their way while the memory is busy: a CTA reads no more than its ring in that time.
+RING_US = 1.35
 MAX_WAVES = 4
+# Key tiles for each SM, of all query tiles together, beyond which CTAs share SMs: with less to read one on each is faster.
+SHARING_TILES = 10
 MAX_KEY_TILES = 1 << 31
 
 
@@ -151,6 +155,13 @@ def alone_us(geo: Geometry) -> float:
     return (TILE_US + tile_bytes(geo) / CTA_BYTES_PER_US) * (1 + geo.tile_rows / ROWS_OF_TWICE)
 
 
+def ring_us(geo: Geometry) -> float:
+    """Microseconds in which a CTA that shares its SM gets a key tile through its ring while the memory is busy; 0: its ring is no limit."""
+    if isinstance(geo, Sm90Geometry) and geo.ctas_per_sm > 1:
+        return RING_US * tile_bytes(geo) / (geo.ring_slots * geo.slot_bytes)
+    return 0.0
+
+
 def bounding_window(config: Config) -> int | None:
     """The window in keys, where it bounds the key tiles of a query tile: a list of pages says only on the device which of them it has."""
     return None if config.page_list else config.window
@@ -184,6 +195,8 @@ def _expected_us(geo: Sm90Geometry, split: Split, query_tiles: int, ctas: int) -
     clusters = -(-split.partitions // cluster)
     waves, grid = _waves(query_tiles * clusters * cluster, ctas, cluster)
     alone, together = alone_us(geo), grid * tile_bytes(geo) / CHIP_BYTES_PER_US
+    if together > alone:
+        together = max(together, ring_us(geo))
     # A CTA near both limits is a little slower than either says.
     alone_2, together_2 = alone * alone, together * together
     us = waves * (split.tiles * math.sqrt(math.sqrt(alone_2 * alone_2 + together_2 * together_2)) + ITEM_US)
@@ -375,15 +388,18 @@ def attention_launch(
     batch, q_len, keys, kv_heads, group = extents
     entry = entry_config(config, geo.arch, q_len, group)
     geo = _sm90(geo if entry == config else derive(entry, geo.arch))
-    ctas *= geo.ctas_per_sm
     tiles = tiling(geo.tile_rows, q_len, group)
     query_tiles = batch * kv_heads * tiles.q_tiles
     # A list has tiles of its pages alone.
     key_tiles = -(-read_keys(keys, k, given) // geo.block_keys)
+    reached = min(key_tiles, window_tiles(config, geo, min(tiles.positions, q_len)))
+    if query_tiles * reached > SHARING_TILES * ctas and (shared := sharing_entry(config, geo.arch, entry)) != entry:
+        entry, geo = shared, _sm90(derive(shared, geo.arch))
+    ctas *= geo.ctas_per_sm
     if partition_keys is None:
         split = Split(key_tiles, 1)
     elif partition_keys == "auto":
-        split = auto_split(geo, min(key_tiles, window_tiles(config, geo, min(tiles.positions, q_len))), query_tiles, ctas)
+        split = auto_split(geo, reached, query_tiles, ctas)
     else:
         split = fixed_split(key_tiles, partition_keys, geo.block_keys)
     cluster = cluster_size(geo, split.partitions)

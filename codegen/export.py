@@ -130,7 +130,7 @@ def _entry(config: Config, arch: str) -> dict[str, Any]:
         "numbers": [
             *(geo.tile_rows, launch.block[0], launch.smem_bytes, geo.block_keys),
             *(partial_floats, lse_floats, getattr(geo, "max_cluster", 1), getattr(geo, "ctas_per_sm", 1), geo.warpgroups),
-            *(attention.tile_bytes(geo), attention.alone_us(geo)),
+            *(attention.tile_bytes(geo), attention.alone_us(geo), attention.ring_us(geo)),
         ],
         "maps": [_map_facts(name, given[name]) for name in MAPS],
         "arguments": names,
@@ -240,6 +240,7 @@ def _context(targets: Sequence[tuple[Config, str]], cubins: Mapping[str, bytes],
         "cluster_us": attention.CLUSTER_US,
         "second_step_us": attention.SECOND_STEP_US,
         "max_waves": attention.MAX_WAVES,
+        "sharing_tiles": attention.SHARING_TILES,
     }
 
 

@@ -23,6 +23,7 @@ MAX_ACCUMULATOR_READ_COLS = 64
 MIN_TMEM_ALLOCATION = 32
 OUT_STORE_BYTES = 16
 WGMMA_TILE_ROWS = (8, 16, 32)  # values of N that the shared-key kernel for sm_90a is made for
+SHARING_ROWS = 8  # of tiles whose launches have the choice of one CTA an SM or two: with more rows two are slower (bench/LOG.md 19)
 OUT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OUT_CTYPES = {"bfloat16": "fa4_bf16", "float16": "fa4_f16", "float32": "float"}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -209,12 +210,35 @@ def entry_configs(config: Config, arch: str) -> tuple[Config, ...]:
     """The config of each entry of attention.cu, by tile rows: `config` itself, or, where tile_rows is left to the launch, one for each.
 
     The kernels for sm_90a have a choice: tile rows are the N of their MMAs. With m_pack 2 a part has a warp for each 32 rows, so that tiles
-    of fewer leave warps idle: a config can ask for them.
+    of fewer leave warps idle: a config can ask for them. Entries that have an SM for themselves are followed by one that shares it, where
+    that gives the same results (see sharing_entry).
     """
     if arch != "sm_90a" or config.tile_rows is not None or (config.shared_key and config.m_pack != 4):
         return (config,)
     choices = WGMMA_TILE_ROWS if config.m_pack == 4 else (32, config.rows)
-    return tuple(config.model_copy(update={"tile_rows": rows}) for rows in choices)
+    entries = [config.model_copy(update={"tile_rows": rows}) for rows in choices]
+    return tuple(found for entry in entries for found in (entry, _sharing(entry)) if found is not None)
+
+
+def _sharing(entry: Config) -> Config | None:
+    """An entry of SHARING_ROWS rows with two CTAs an SM, where one is derived and the merge of partitions stays the same."""
+    if not entry.shared_key or entry.tile_rows != SHARING_ROWS or entry.ctas_per_sm is not None:
+        return None
+    alone = derive(entry, "sm_90a")
+    shared = entry.model_copy(update={"ctas_per_sm": 2})
+    try:
+        geometry = derive(shared, "sm_90a")
+    except ConfigError:
+        # A ring that is asked for, or two warpgroups, leave no room.
+        return None
+    same = (getattr(alone, fact, 1) == getattr(geometry, fact, 1) for fact in ("warpgroups", "max_cluster"))
+    return shared if getattr(alone, "ctas_per_sm", 1) == 1 and all(same) else None
+
+
+def sharing_entry(config: Config, arch: str, entry: Config) -> Config:
+    """The entry of `entry`'s tile rows whose CTAs share an SM, or itself where there is none. Both give the same bits."""
+    others = (other for other in entry_configs(config, arch) if other.tile_rows == entry.tile_rows and other != entry)
+    return next(others, entry)
 
 
 def symbol(config: Config, arch: str, kind: str = "attention") -> str:

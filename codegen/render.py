@@ -124,6 +124,18 @@ def render_text(template: str, context: Mapping[str, Any]) -> str:
     return _rendered(_environment(_Loader()), template, template, context)
 
 
+def _tiles(config: Config, arch: str) -> list[dict[str, Any]]:
+    """Of each entry its geometry, its name and that of the struct with its constants; `sharing`: one of the same rows came before."""
+    tiles: list[dict[str, Any]] = []
+    for entry in entry_configs(config, arch):
+        geo = derive(entry, arch)
+        sharing = any(tile["geo"].tile_rows == geo.tile_rows for tile in tiles)
+        tiles.append(
+            {"geo": geo, "symbol": symbol(entry, arch), "name": f"Tile{geo.tile_rows}{'Shared' if sharing else ''}", "sharing": sharing}
+        )
+    return tiles
+
+
 def _render_file(config: Config, arch: str, template: str, header: bool, function: str | None, *, stream: bool = False) -> Rendered:
     loader = _Loader()
     environment = _environment(loader)
@@ -160,7 +172,7 @@ def _render_file(config: Config, arch: str, template: str, header: bool, functio
         "stream": stream,
         "symbol": symbol(config, arch),
         # The entries of attention.cu, which differ in the rows of their tiles.
-        "tiles": [{"geo": derive(entry, arch), "symbol": symbol(entry, arch)} for entry in entry_configs(config, arch)],
+        "tiles": _tiles(config, arch),
         # Without FMA scores are scaled before their maxima are taken: softcap needs them so.
         "use_fma": config.use_fma and config.softcap is None and config.kv_scale == "head",
         "out_ctype": OUT_CTYPES[config.out_dtype],

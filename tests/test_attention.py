@@ -267,6 +267,41 @@ def test_a_launch_takes_the_tile_that_fits(q_len, group, rows):
     assert entry_config(config(64, 16), "sm_90a", q_len, group).tile_rows == 16
 
 
+def test_a_launch_with_much_to_read_shares_sms():
+    c = config(256, None)
+    assert [(entry.tile_rows, entry.ctas_per_sm) for entry in entry_configs(c, "sm_90a")] == [(8, None), (8, 2), (16, None), (32, None)]
+    # At smaller depths CTAs always share an SM; a config that says how many, or asks for a ring, or for tile rows, has its way.
+    for fields in ({"ctas_per_sm": 1}, {"ring_slots": 10}, {"tile_rows": 8}, {"ov_depth": 128}, {"warpgroups": 2}):
+        assert all(
+            entry.ctas_per_sm == fields.get("ctas_per_sm")
+            for entry in entry_configs(config(**{"depth": 256, "tile_rows": None} | fields), "sm_90a")
+        )
+    for keys, group, ctas in itertools.product((64, 640, 2000), (8, 12, 32), (1, 2, 3)):
+        launch = Problem(c, 1, 1, keys, group).launch(ctas=ctas)
+        shares = group == 8 and -(-keys // 64) > attention.SHARING_TILES * ctas
+        assert ("_c2_" in launch.entry) == shares
+        assert launch.grid[0] <= ctas * (1 + shares)
+
+
+@pytest.mark.parametrize("depth", [256, 512])
+def test_sharing_an_sm_changes_no_bits(depth, monkeypatch):
+    # Splits that need no merge, one cluster, and several; where a sequence has its own length those meet in one CTA.
+    for fields, split in (({}, None), ({}, 128), ({}, 64), ({"rescale": "exact", "mask": "causal"}, 64)):
+        c = config(depth, None, **fields)
+        problem = Problem(c, 3, 1, 330, 8)
+        module = compiled(source(c))
+        results = []
+        for tiles in (1000, 0):
+            monkeypatch.setattr(attention, "SHARING_TILES", tiles)
+            problem.poison()
+            launch = problem.launch(partition_keys=split, ctas=16)
+            assert ("_c2_" in launch.entry) == (tiles == 0)
+            assert EmulatorBackend(seed=tiles).run(module, launch).hazards == []
+            problem.check(depth**-0.5)
+            results.append(problem.out.tobytes() + problem.lse.tobytes())
+        assert results[0] == results[1]
+
+
 @given(st.integers(1, 40), st.integers(1, 100))
 def test_no_other_tile_takes_fewer_tiles_or_less_padding(q_len, group):
     chosen = entry_config(config(64, None), "sm_90a", q_len, group).tile_rows

@@ -382,7 +382,7 @@ def test_json_has_every_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernel["spill_store_bytes"] == 0
     assert kernel["dynamic_smem_bytes"] == geo.smem_bytes
     entries = data["sm_90a"]["attention"]
-    assert [entry["tile_rows"] for entry in entries] == [32, 16, 8]
+    assert [(entry["tile_rows"], entry["ctas_per_sm"]) for entry in entries] == [(32, 1), (16, 1), (8, 1), (8, 2)]
     assert {entry["entry"] for entry in entries} == {name for name, kernel in data["sm_90a"]["kernels"].items() if kernel["full"]}
     assert all(entry["tmem"] == [] for entry in entries)
 

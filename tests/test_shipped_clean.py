@@ -148,10 +148,12 @@ def problem(name: str, arch: str, shape: str, rows: tuple[int, int]) -> tuple[An
     return inputs, inputs.expected(config.ov_depth**-0.5)[0], dict(inputs.arrays) | size
 
 
-def launch_of(name: str, arch: str, shape: str, rows: tuple[int, int]) -> Launch:
+def launch_of(name: str, arch: str, shape: str, rows: tuple[int, int], sharing: bool = False) -> Launch:
+    """sharing: of two entries with tiles of the same rows, the one whose CTAs share an SM."""
     config = load_shipped(name)
     inputs, _, options = problem(name, arch, shape, rows)
-    with mock.patch.object(attention, "cluster_size", return_value=1) if shape == "merged alone" else nullcontext():
+    alone = mock.patch.object(attention, "cluster_size", return_value=1) if shape == "merged alone" else nullcontext()
+    with alone, mock.patch.object(attention, "SHARING_TILES", 0) if sharing else nullcontext():
         return attention_launch(config, derive(config, arch), inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, **options)
 
 
@@ -160,11 +162,14 @@ def test_attention_kernels(name, arch, shape, schedule, record_property):
     config = load_shipped(name)
     group = config.group or 8
     # A launch takes the entry whose tiles its rows fill: each seed has its turn with one of the tile sizes.
-    sizes = [(queries, group) for queries in dict.fromkeys(-(-rows // group) for rows in (12, 8, 32))]
+    sizes = [((queries, group), False) for queries in dict.fromkeys(-(-rows // group) for rows in (12, 8, 32))]
+    sizes += [
+        (rows, True) for rows, _ in sizes if launch_of(name, arch, shape, rows, True).entry != launch_of(name, arch, shape, rows).entry
+    ]
     start, instructions = time.process_time(), 0
     for seed in SEEDS:
-        rows = sizes[seed % len(sizes)]
-        launch = launch_of(name, arch, shape, rows)
+        rows, sharing = sizes[seed % len(sizes)]
+        launch = launch_of(name, arch, shape, rows, sharing)
         inputs, expected, _ = problem(name, arch, shape, rows)
         inputs.plain_out[:] = np.nan
         instructions += clean(program_of(name, arch, "attention.cu", launch.entry), launch, seed, schedule)

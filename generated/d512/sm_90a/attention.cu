@@ -9,6 +9,7 @@
 //     S^T[64 keys x n rows]   = K . Q^T         A = K as loaded (K-major), B = Q (K-major)
 //     O^T[512 depth x n rows] += V^T . P^T       A = V as loaded (MN-major), B = P (K-major)
 // There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
+// Of 8 rows there are two, for launches with little to read and with much: with much, 2 CTAs share an SM.
 // The four warps of a consumer warpgroup hold four key slices of S^T and four depth bands of O^T (16 of every 64). They share the key tile,
 // so they agree on row maxima when a row has outgrown the last ones (fa4_ws_exchange4_max) and on row
 // sums once, at the end (fa4_ws_exchange4_add).
@@ -30,6 +31,22 @@
 //      225544       8  mbar_ready
 //      225552       8  mbar_read
 //      225560 in all
+// Shared memory of 8 rows, two CTAs an SM, bytes:
+//           0   81920  ring
+//       81920   16384  q
+//       98304    4096  landing
+//      102400    2048  p
+//      104448    2048  exchange
+//      106496    8192  weights
+//      114688      16  last
+//      114704      40  mbar_full
+//      114744      40  mbar_empty
+//      114784      16  mbar_q_full
+//      114800      16  mbar_q_empty
+//      114816       8  mbar_verdict
+//      114824       8  mbar_ready
+//      114832       8  mbar_read
+//      114840 in all
 // Shared memory of 16 rows, bytes:
 //           0  163840  ring
 //      163840   32768  q
@@ -138,6 +155,39 @@ struct Tile8 {
     static constexpr unsigned LANDING_OFFSET = 188416;
     static constexpr unsigned READY_OFFSET = 225544;
     static constexpr unsigned READ_OFFSET = 225552;
+};
+struct Tile8Shared {
+    static constexpr unsigned ROWS = 8;
+    static constexpr unsigned FRAGMENT = 4;
+    static constexpr unsigned LANE_ROWS = 2;
+    static constexpr unsigned LANE_ROWS_LOG2 = 1;
+    static constexpr unsigned STMATRIX_MATRICES = 2;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 5;
+    static constexpr unsigned MAX_CLUSTER = 4;
+    static constexpr unsigned SLOTS_PER_RING = 5;
+    static constexpr unsigned Q_CHUNK_BYTES = 1024;
+    static constexpr unsigned Q_CHUNK_UNITS = 64;
+    static constexpr unsigned Q_BYTES = 8192;
+    static constexpr unsigned Q_BUFFERS = 2;
+    static constexpr unsigned HELD_TILES = 1;
+    static constexpr unsigned BLOCK_FLOATS = 512;
+    static constexpr unsigned PIECE_BLOCKS = 8;
+    static constexpr unsigned PIECE_BYTES = 16384;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 81920;
+    static constexpr unsigned P_OFFSET = 102400;
+    static constexpr unsigned EXCHANGE_OFFSET = 104448;
+    static constexpr unsigned WEIGHTS_OFFSET = 106496;
+    static constexpr unsigned LAST_OFFSET = 114688;
+    static constexpr unsigned FULL_OFFSET = 114704;
+    static constexpr unsigned EMPTY_OFFSET = 114744;
+    static constexpr unsigned Q_FULL_OFFSET = 114784;
+    static constexpr unsigned Q_EMPTY_OFFSET = 114800;
+    static constexpr unsigned VERDICT_OFFSET = 114816;
+    static constexpr unsigned LANDING_OFFSET = 90112;
+    static constexpr unsigned READY_OFFSET = 114824;
+    static constexpr unsigned READ_OFFSET = 114832;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -1712,6 +1762,16 @@ fa4_attention_d512_m4r32_sk_bf16_t8_sm90a(
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived, launch});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+fa4_attention_d512_m4r32_sk_bf16_t8_c2_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived) {
+    attention<Tile8Shared>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
                     Workspace{partial_o, partial_lse, arrived, launch});
 }
 

@@ -9,6 +9,7 @@
 //     S^T[64 keys x n rows]   = K . Q^T         A = K as loaded (K-major), B = Q (K-major)
 //     O^T[256 depth x n rows] += V^T . P^T       A = V as loaded (MN-major), B = P (K-major)
 // There is an entry for each n of 8, 16, 32: the caller takes the one whose tiles its query rows fill best.
+// Of 8 rows there are two, for launches with little to read and with much: with much, 2 CTAs share an SM.
 // The four warps of a consumer warpgroup hold four key slices of S^T and four depth bands of O^T (16 of every 64). They share the key tile,
 // so they agree on row maxima when a row has outgrown the last ones (fa4_ws_exchange4_max) and on row
 // sums once, at the end (fa4_ws_exchange4_add).
@@ -30,6 +31,21 @@
 //      225560       8  mbar_ready
 //      225568       8  mbar_read
 //      225576 in all
+// Shared memory of 8 rows, two CTAs an SM, bytes:
+//           0   81920  ring
+//       81920   16384  q
+//       98304    2048  p
+//      100352    2048  exchange
+//      102400    8192  weights
+//      110592      16  last
+//      110608      40  mbar_full
+//      110648      40  mbar_empty
+//      110688      32  mbar_q_full
+//      110720      32  mbar_q_empty
+//      110752       8  mbar_verdict
+//      110760       8  mbar_ready
+//      110768       8  mbar_read
+//      110776 in all
 // Shared memory of 16 rows, bytes:
 //           0  180224  ring
 //      180224   32768  q
@@ -137,6 +153,39 @@ struct Tile8 {
     static constexpr unsigned LANDING_OFFSET = 200704;
     static constexpr unsigned READY_OFFSET = 225560;
     static constexpr unsigned READ_OFFSET = 225568;
+};
+struct Tile8Shared {
+    static constexpr unsigned ROWS = 8;
+    static constexpr unsigned FRAGMENT = 4;
+    static constexpr unsigned LANE_ROWS = 2;
+    static constexpr unsigned LANE_ROWS_LOG2 = 1;
+    static constexpr unsigned STMATRIX_MATRICES = 2;
+    static constexpr unsigned STMATRIX_COUNT = 1;
+    static constexpr unsigned RING_SLOTS = 5;
+    static constexpr unsigned MAX_CLUSTER = 4;
+    static constexpr unsigned SLOTS_PER_RING = 5;
+    static constexpr unsigned Q_CHUNK_BYTES = 1024;
+    static constexpr unsigned Q_CHUNK_UNITS = 64;
+    static constexpr unsigned Q_BYTES = 4096;
+    static constexpr unsigned Q_BUFFERS = 4;
+    static constexpr unsigned HELD_TILES = 4;
+    static constexpr unsigned BLOCK_FLOATS = 512;
+    static constexpr unsigned PIECE_BLOCKS = 4;
+    static constexpr unsigned PIECE_BYTES = 8192;
+    static constexpr unsigned RING_OFFSET = 0;
+    static constexpr unsigned Q_OFFSET = 81920;
+    static constexpr unsigned P_OFFSET = 98304;
+    static constexpr unsigned EXCHANGE_OFFSET = 100352;
+    static constexpr unsigned WEIGHTS_OFFSET = 102400;
+    static constexpr unsigned LAST_OFFSET = 110592;
+    static constexpr unsigned FULL_OFFSET = 110608;
+    static constexpr unsigned EMPTY_OFFSET = 110648;
+    static constexpr unsigned Q_FULL_OFFSET = 110688;
+    static constexpr unsigned Q_EMPTY_OFFSET = 110720;
+    static constexpr unsigned VERDICT_OFFSET = 110752;
+    static constexpr unsigned LANDING_OFFSET = 86016;
+    static constexpr unsigned READY_OFFSET = 110760;
+    static constexpr unsigned READ_OFFSET = 110768;
 };
 struct Tile16 {
     static constexpr unsigned ROWS = 16;
@@ -1821,6 +1870,16 @@ fa4_attention_d256_m4r32_sk_bf16_causal_p16_len_win1024_t8_sm90a(
     unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+fa4_attention_d256_m4r32_sk_bf16_causal_p16_len_win1024_t8_c2_sm90a(
+    const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
+    const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths) {
+    attention<Tile8Shared>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths);
 }
 
