@@ -31,6 +31,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ALONE_LIMIT = 6.0
 """Seconds for a launch without a tool; the kernels take microseconds."""
 TOOL_LIMIT = 20.0
+SHARED = " shared"
 WORKERS = 14
 SYNCHRONISATION = {"race", "deadlock", "mbarrier", "barrier", "proxy_fence", "wgmma_in_flight", "async_exit"}
 UNITS = (("d512", "unit_exchange4_loop"), ("d512", "unit_level0"), ("d64", "unit_combine"))
@@ -219,10 +220,19 @@ def launches() -> list[tuple[str, str]]:
     """Every sm_90a launch that has to be clean, as (what, which): the catalogue's, and the sweep's of every shipped attention kernel."""
     import test_shipped_clean as sweep
 
+    from fa4gen.codegen.geometry import entry_configs
+
     subjects = [(f"subject {place}", str(trial)) for place, item in enumerate(catalogue()) for trial in range(len(item["shapes"]))]
     kernels = dict.fromkeys(name for name, arch, _, _ in sweep.attention_cases() if arch == "sm_90a")
     split = {name for name in kernels if not sweep.load_shipped(name).shared_key}
-    return subjects + [(name, shape) for name in kernels for shape in (sweep.SHAPES[:2] if name in split else sweep.SHAPES)]
+    whole = [(name, shape) for name in kernels for shape in (sweep.SHAPES[:2] if name in split else sweep.SHAPES)]
+    # Entries whose CTAs share an SM, where there are two of the same rows.
+    paired = [
+        name
+        for name in kernels
+        if len(entries := entry_configs(sweep.load_shipped(name), "sm_90a")) > len({entry.tile_rows for entry in entries})
+    ]
+    return subjects + whole + [(name, shape + SHARED) for name in paired for shape in sweep.SHAPES]
 
 
 def launch_once(what: str, which: str, limit: float) -> None:
@@ -246,13 +256,14 @@ def launch_once(what: str, which: str, limit: float) -> None:
     else:
         file, rows = "attention.cu", (1, sweep.load_shipped(what).group or 8)
         source = sweep.render(sweep.load_shipped(what), "sm_90a")[file]
-        inputs, expected, _ = sweep.problem(what, "sm_90a", which, rows)
+        shape = which.removesuffix(SHARED)
+        inputs, expected, _ = sweep.problem(what, "sm_90a", shape, rows)
         inputs.plain_out[:] = np.nan
 
         def right() -> bool:
             return bool(np.linalg.norm(inputs.plain_out.astype(np.float64) - expected) <= 4e-3 * np.linalg.norm(expected))
 
-        trial = Trial(sweep.launch_of(what, "sm_90a", which, rows), right)
+        trial = Trial(sweep.launch_of(what, "sm_90a", shape, rows, which != shape), right)
     try:
         # Compiled by NVRTC, and kept by content: only the first of the tools waits for it.
         CudaBackend(repeats=0, time_limit=limit).run(compiler.compile_source(source, "sm_90a", file), trial.launch)
