@@ -75,7 +75,8 @@ def entry_config(config: Config, arch: str, q_len: int, group: int) -> Config:
     """The config of the entry that runs q_len positions of `group` query heads per KV head: with the fewest tiles, then the smallest ones.
 
     Every tile reads all keys and values, and rows without a query are work for nothing. Which entry runs depends on the sequence's own
-    q_len and group only, never on its batch: results that must not change with the batch need that.
+    q_len and group only, never on its batch: results that must not change with the batch need that. A launch with much to read takes
+    sharing_entry's of the same tiles instead, whose results are the same.
     """
     entries = entry_configs(config, arch)
     if len(entries) == 1:
