@@ -42,7 +42,7 @@ class CompileError(RuntimeError):
 class KernelResources:
     """What ptxas reports for one entry. Registers per thread; bytes; barriers is the count of barrier ids reserved.
 
-    code_bytes: of its instructions in the CUBIN. A launch of more than PREFETCHED_CODE_BYTES that none came before lately takes longer.
+    code_bytes: of its instructions in the CUBIN. With more than PREFETCHED_CODE_BYTES a launch waits for code that no cache has any more.
     """
 
     registers: int

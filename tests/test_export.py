@@ -333,6 +333,9 @@ def test_c_launches_what_python_launches(launcher: Launcher, fake: FakeDriver) -
     assert refused > 10
     assert len(entries) > len(TARGETS)
     assert {1, 2, 4} <= clusters
+    # Of entries with tiles of the same rows the one that shares an SM, and the one that does not.
+    shared = {entry for entry in entries if "_t8_c2_" in entry}
+    assert shared & {entry.replace("_t8_", "_t8_c2_") for entry in entries - shared}
 
 
 def same_launch(seen: Seen, expected: Seen, workspace: Any, wanted: dict[str, int], call: Call) -> None:

@@ -1328,8 +1328,8 @@ struct Weights {
     __device__ __forceinline__ float of(float log2_part) const { return ptx_ex2_approx_ftz(log2_part + top) * inverse; }
 };
 
-// log2_parts: [parts][32 lanes], of this lane; parts is a multiple of STEP. Here and in the other merges loops stay loops: a launch that
-// none of its kind came before waits for its code, and for more of it than 64 KiB longest.
+// log2_parts: [parts][32 lanes], of this lane; parts is a multiple of STEP. Here and in the other merges loops stay loops: written out
+// they made entries longer than the 64 KiB of code that a launch does not wait for.
 constexpr unsigned STEP = 4;
 __device__ __forceinline__ Weights weigh(unsigned parts, const float* log2_parts) {
     float top = MINUS_INFINITY;
