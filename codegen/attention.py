@@ -241,6 +241,33 @@ def problem_arguments(config: Config, geo: Geometry) -> list[tuple[str, str, str
     ]
 
 
+def _quotient_arguments(config: Config) -> list[tuple[str, str]]:
+    """(name, meaning) of what the shared-key kernel for sm_90a is told so that it need not divide; see _quotients."""
+    if not config.shared_key:
+        return []
+    divisors = {
+        "kv_heads": "kv_heads",
+        "q_tiles": "q_tiles",
+        "clusters": "partitions / CTAs of a cluster",
+        "tiles_per_position": "query tiles that share a position, of tile_rows heads each",
+        "partition_tiles": "partition_tiles",
+    }
+    return [
+        *([] if config.group else [("tile_positions", "query positions of a tile: as many as the group fits in, at least 1")]),
+        ("q_tiles", "query tiles of a KV head"),
+        *((f"{name}_inverse", f"(2^32 - 1) / {meaning}, rounded down") for name, meaning in divisors.items()),
+    ]
+
+
+def _quotients(config: Config, tiles: Tiling, kv_heads: int, clusters: int, partition_tiles: int) -> list[np.uint32]:
+    """Values of _quotient_arguments. Within a launch of a few microseconds divisions show: bench/LOG.md 21."""
+    if not config.shared_key:
+        return []
+    divisors = (kv_heads, tiles.q_tiles, clusters, tiles.tiles_per_position, partition_tiles)
+    counts = [tiles.q_tiles] if config.group else [tiles.positions, tiles.q_tiles]
+    return [np.uint32(n) for n in (*counts, *(0xFFFFFFFF // divisor for divisor in divisors))]
+
+
 def feature_arguments(config: Config) -> list[tuple[str, str, str]]:
     """(name, C type, meaning) of the arguments that the config's features add at the end, the same on both targets.
 
@@ -286,6 +313,7 @@ def attention_entry_info(config: Config, geo: Geometry) -> dict[str, Any]:
         ("out_map", "CUtensorMap", f"O {out_type} {query} {geo.out_chunk_cols}, {out_swizzle}"),
         *problem_arguments(config, geo),
         ("partitions", "unsigned", f"partitions that cover {_covered(config)}, at most {geo.max_partitions}; 1 needs no workspace"),
+        *((name, "unsigned", meaning) for name, meaning in _quotient_arguments(config)),
         ("launch", "unsigned", "rises with every launch that uses the workspace; a launch repeated as it is may keep it"),
         ("partial_o", "float*", f"workspace, [query tiles * partitions][{geo.tile_rows * geo.depth}] float32: O of each partition"),
         ("partial_lse", "float*", f"workspace, [query tiles * partitions][{_lse_rows(geo)}] float32: log2 of the LSE of each partition"),
@@ -434,6 +462,7 @@ def attention_launch(
         np.float32(scale),
         np.uint32(split.tiles),
         np.uint32(partitions),
+        *_quotients(config, tiles, kv_heads, partitions // cluster, split.tiles),
         number,
         Uninitialized(partial_o),
         Uninitialized(partial_lse),

@@ -212,9 +212,10 @@ def test_items_are_divided_exactly():
     text = source(config(64))
     functions = text[text.index("struct Quotient") : text.index("struct Problem")]
     kernel = """
-extern "C" __global__ void divided(const unsigned* values, const unsigned* by, unsigned* whole, unsigned* rest, unsigned count) {
+extern "C" __global__ void divided(const unsigned* values, const unsigned* by, const unsigned* inverses, unsigned* whole, unsigned* rest,
+                                   unsigned count) {
     for (unsigned i = threadIdx.x; i < count; i += 32) {
-        const Quotient quotient = divide(values[i], divisor(by[i]));
+        const Quotient quotient = divide(values[i], Divisor{by[i], inverses[i]});
         whole[i] = quotient.whole;
         rest[i] = quotient.rest;
     }
@@ -229,7 +230,7 @@ extern "C" __global__ void divided(const unsigned* values, const unsigned* by, u
     pairs = [*((value, by) for value in edges for by in divisors), *near]
     values, by = (np.array(column, np.uint32) for column in zip(*pairs, strict=True))
     whole, rest = np.zeros_like(values), np.zeros_like(values)
-    args = [values, by, whole, rest, np.uint32(len(values))]
+    args = [values, by, np.uint32(0xFFFFFFFF) // by, whole, rest, np.uint32(len(values))]
     assert EmulatorBackend().run(compiled(functions + kernel), Launch("divided", (1, 1, 1), (32, 1, 1), 0, args)).hazards == []
     np.testing.assert_array_equal(whole, values // by)
     np.testing.assert_array_equal(rest, values % by)
@@ -624,8 +625,8 @@ CLUSTER_MUTANTS = {
     "a CTA sends over what another still reads": ("    wait_cluster(at.smem + Tile::READ_OFFSET, parity);\n", ""),
     "what others send lies where Q does": ("return p.cluster > 1 ? 1 : Tile::Q_BUFFERS;", "return Tile::Q_BUFFERS;"),
     "mbarriers of others are used before they are initialised": (
-        "        ptx_bar_sync(0, THREADS);\n        if (p.cluster > 1) ptx_barrier_cluster_wait();\n",
-        "        ptx_bar_sync(0, THREADS);\n",
+        "if (cluster_merges++ == 0) ptx_barrier_cluster_wait();",
+        "if (cluster_merges++ == ~0u) ptx_barrier_cluster_wait();",
     ),
     "a slice is announced before it is written": (
         "ptx_bar_sync(TILE_BARRIER, 128);\n    if (at.warp == 0 && ptx_elect_sync()) last[0]",

@@ -603,17 +603,11 @@ struct Quotient {
     unsigned whole, rest;
 };
 
-// What a thread divides by several times.
+// A divisor and (2^32 - 1) / by, which the host works out: a division takes some thirty instructions that wait for each other, and a
+// launch of a few microseconds begins with them.
 struct Divisor {
     unsigned by, inverse;
 };
-
-__device__ __forceinline__ Divisor divisor(unsigned by) {
-    // Most launches divide by 1, and a division takes longer than that branch.
-    unsigned inverse = 0xffffffff;
-    if (by != 1) inverse /= by;
-    return Divisor{by, inverse};
-}
 
 __device__ __forceinline__ Quotient divide(unsigned value, const Divisor& divisor) {
     // value / by exceeds value * inverse / 2^32 by at most value / 2^32: less than 1.
@@ -633,7 +627,7 @@ struct Problem {
     unsigned partitions;          // of every query tile; those past its last key have no work
     unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
-    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position;  // clusters: of one query tile
+    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position, by_partition_tiles;  // clusters: of one query tile
     const int* key_lengths;  // [batch]
     const int* block_table;  // [batch][table_pages]
     unsigned table_pages;
@@ -643,22 +637,29 @@ __device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
     return 31 - __clz(p.cluster);
 }
 
+// Quotients that the host has worked out for a launch.
+struct Quotients {
+    unsigned tile_positions, q_tiles;
+    unsigned kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse;
+};
+
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
-                                            unsigned cluster = 1) {
+                                            unsigned cluster, const Quotients& quotients) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
-    p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
+    p.tile_positions = quotients.tile_positions;
     p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
-    p.q_tiles = (q_len <= p.tile_positions ? 1 : (q_len + p.tile_positions - 1) / p.tile_positions) * p.tiles_per_position;
+    p.q_tiles = quotients.q_tiles;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
     p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
-    p.by_kv_heads = divisor(kv_heads);
-    p.by_q_tiles = divisor(p.q_tiles);
-    p.by_clusters = divisor(partitions >> cluster_log2(p));
-    p.by_tiles_per_position = divisor(p.tiles_per_position);
+    p.by_kv_heads = {kv_heads, quotients.kv_heads_inverse};
+    p.by_q_tiles = {p.q_tiles, quotients.q_tiles_inverse};
+    p.by_clusters = {partitions >> cluster_log2(p), quotients.clusters_inverse};
+    p.by_tiles_per_position = {p.tiles_per_position, quotients.tiles_per_position_inverse};
+    p.by_partition_tiles = {partition_tiles, quotients.partition_tiles_inverse};
     return p;
 }
 
@@ -674,7 +675,23 @@ struct Item {
     unsigned tiles, first_tile, end_tile;  // tiles: key tiles of the sequence
 };
 
-__device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
+__device__ __forceinline__ unsigned batch_of(const Problem& p, unsigned index) {
+    return divide(divide(divide(index >> cluster_log2(p), p.by_kv_heads).whole, p.by_q_tiles).whole, p.by_clusters).whole;
+}
+
+// What only the device knows of a sequence. Everything else about an item waits for it, so each role reads its first item's early.
+struct Lengths {
+    int keys;
+};
+
+// Of the item at `index`, which may lie past the last one.
+__device__ __forceinline__ Lengths lengths_at(const Problem& p, unsigned index) {
+    if (index >= p.items) return Lengths{};
+    const unsigned batch = batch_of(p, index);
+    return Lengths{p.key_lengths[batch]};
+}
+
+__device__ __forceinline__ Item item_at(const Problem& p, unsigned index, const Lengths& lengths) {
     Item item;
     // The KV head runs fastest: clusters side by side read neighbouring memory.
     const Quotient head = divide(index >> cluster_log2(p), p.by_kv_heads);
@@ -688,12 +705,12 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     item.position = position.whole * p.tile_positions;
     item.head = position.rest * p.tile_rows;
     // A length that the launch has no partitions for would leave a merge waiting for CTAs that do not exist.
-    item.keys = min(max(p.key_lengths[item.batch], 0), (int)p.keys);
+    item.keys = min(max(lengths.keys, 0), (int)p.keys);
     item.all_see = (int)item.keys;
     const int seen = (int)item.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
     item.tiles = tiles;
-    item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.used = p.partitions == 1 ? 1 : max(divide(tiles + p.partition_tiles - 1, p.by_partition_tiles).whole, 1);
     item.split = p.partitions > 1 && tiles > p.partition_tiles;
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
@@ -776,14 +793,14 @@ __device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) 
 template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
                                                  const Workspace& workspace, const unsigned char* smem_bytes, unsigned smem,
-                                                 unsigned warpgroup, unsigned lane) {
+                                                 unsigned warpgroup, unsigned lane, Lengths lengths) {
     const unsigned ring = smem + Tile::RING_OFFSET + warpgroup * Tile::SLOTS_PER_RING * SLOT_BYTES;
     const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     unsigned verdict_parity = 0;
     Cursor at;
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
-        const Item item = item_at(p, index);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
+        const Item item = item_at(p, index, lengths);
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
         // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
         // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
@@ -859,12 +876,12 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
 // One thread runs it.
 // Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes.
 template <class Tile>
-__device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem) {
+__device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem, Lengths lengths) {
     // Rows of the box outside the tensor (heads past the group, positions past q_len) arrive as zeros and count as bytes.
     const unsigned bytes = Q_CHUNKS * p.tile_positions * p.tile_heads * 128;
     Cursor at;
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
-        const Item item = item_at(p, index);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
+        const Item item = item_at(p, index, lengths);
         if (!has_work(p, item)) continue;
         const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
         wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
@@ -1398,25 +1415,33 @@ __device__ __forceinline__ float merge_partitions(float (&o)[O_BLOCKS][Tile::FRA
     return top + ptx_lg2_approx_ftz(sum);
 }
 
-// Row sums, the merge of the two warpgroups, normalisation, the merge of the partitions, O and LSE of an item.
+// What O of the lane's row is multiplied by. A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves
+// zeros there for the next Q.
+template <class Tile>
+__device__ __forceinline__ float inverse_of(float sum, const Problem& p, unsigned lane) {
+    const bool padding = row_of_lane<Tile>(lane) >= p.tile_heads * p.tile_positions;
+    return sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
+}
+
+// m scale log2(e) + log2(l); without a key both terms are -inf.
+__device__ __forceinline__ float log2_lse_of(float maximum, float sum) {
+    return maximum + ptx_lg2_approx_ftz(sum);
+}
+
+// The merge of the two warpgroups, normalisation, the merge of the partitions, O and LSE of an item.
+// maximum, sum: of the lane's row in this warpgroup.
 // O is staged where Q was: all of this item's Q . K have been waited for, by both warpgroups.
 template <class Tile>
-__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
+__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], float maximum, float sum, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
                                        unsigned out_tile, float scale_log2e) {
-    // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
-    const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
-    float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
-    float maximum = rows.maximum;
     const Share share = share_of(item, at.warpgroup);
     // That both have left the item before follows from prepare_queries.
     if (!share.any()) return;
     if (share.barrier == MERGE_BARRIER) merge_warpgroups<Tile>(o, maximum, sum, at, scale_log2e);
 
-    const unsigned row = row_of_lane<Tile>(at.lane);
-    const bool padding = row >= p.tile_heads * p.tile_positions;
-    // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
-    const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
+    const float inverse = inverse_of<Tile>(sum, p, at.lane);
+    float log2_lse = log2_lse_of(maximum, sum);
 #pragma unroll
     for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
         const float row_inverse = row_value<Tile>(inverse, i, at.lane);
@@ -1426,8 +1451,6 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
             o[block][i / 2 * 4 + 2 + i % 2] *= row_inverse;
         }
     }
-    // m scale log2(e) + log2(l); without a key both terms are -inf.
-    float log2_lse = maximum + ptx_lg2_approx_ftz(sum);
     unsigned first_block = 0, blocks = O_BLOCKS;
     bool writes_lse = at.warp == 3 && at.warpgroup == 0;
     if (item.split) {
@@ -1455,6 +1478,8 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     __syncwarp();
 
     // One lane a row writes the LSE, in natural units.
+    const unsigned row = row_of_lane<Tile>(at.lane);
+    const bool padding = row >= p.tile_heads * p.tile_positions;
     const unsigned position = item.position + row / p.tile_heads;
     const unsigned head = item.head + row % p.tile_heads;
     const bool first_lane = (at.lane / 4 & ((8 >> Tile::LANE_ROWS_LOG2) - 1)) == 0;
@@ -1472,7 +1497,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
 template <class Tile>
 __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
                                        unsigned char* smem_bytes, unsigned smem, unsigned warpgroup, unsigned warp, unsigned lane,
-                                       float launch_scale, const float* k_scale, const float* v_scale) {
+                                       float launch_scale, Lengths lengths, const float* k_scale, const float* v_scale) {
     const unsigned first_slot = warpgroup * Tile::SLOTS_PER_RING;
     const Place at{warpgroup,
                    warp,
@@ -1493,8 +1518,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
 #pragma unroll 1
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
-        const Item item = item_at(p, index);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
+        const Item item = item_at(p, index, lengths);
         if (!has_work(p, item)) continue;
         const float scale_log2e = launch_scale;
         ScaleReader reader{p.block_table + (unsigned long long)item.batch * p.table_pages, k_scale, v_scale, p.kv_heads, item.kv_head, item.keys, item.end_tile,
@@ -1514,6 +1539,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         const unsigned q_tile = smem + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES;
         wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
         prepare_queries<Tile>(smem_bytes + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES, warpgroup * 128 + warp * 32 + lane);
+        float sum = 0.0f;
 #pragma unroll 1
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
             const KeyScales scales = key_scales(next_k, next_v);
@@ -1530,9 +1556,14 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
             const unsigned p_tile = at.p_tiles + p_buffer * Tile::Q_CHUNK_BYTES;
             p_buffer ^= 1;
             softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup, scale_log2e, scales);
+            if (tile + WARPGROUPS >= item.end_tile) {
+                // All probabilities are there, and the last V may still be on its way.
+                const float own_sum = reduce_rows<Tile, false>(rows.sum, lane);
+                sum = fa4_ws_exchange4_add(own_sum, lane, warp, warpgroup, rows.exchange_seq++, at.exchange);
+            }
             accumulate<Tile>(o, at, ring, p_tile, (int)(item.keys - tile * BLOCK_KEYS));
         }
-        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, scale_log2e);
+        finish<Tile>(o, rows.maximum, sum, p, item, at, ring, out_map, lse, workspace, q_tile, scale_log2e);
         if (lane == 0) ptx_mbarrier_arrive(smem + Tile::Q_EMPTY_OFFSET + q.slot * MBARRIER_BYTES);
         q.advance(Tile::Q_BUFFERS);
     }
@@ -1551,60 +1582,71 @@ template <class Tile>
 __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
                                           const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
                                           unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
-                                          const Workspace& workspace, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
+                                          const Quotients& quotients, const Workspace& workspace, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS);
-
+    const auto problem = [&] {
+        Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, 1, quotients);
     p.block_table = block_table;
-    p.table_pages = table_pages;
-    p.key_lengths = key_lengths;
+        p.table_pages = table_pages;
+        p.key_lengths = key_lengths;
+        return p;
+    };
 
-    // Each producer initialises the mbarriers it works with and goes on to its copies; only the consumers wait for all of that.
-    const unsigned producer = warp - WARPGROUPS * 4;
-    if (producer < WARPGROUPS && ptx_elect_sync()) {
-        ptx_prefetch_tensormap(&k_map);
-        ptx_prefetch_tensormap(&v_map);
-        for (unsigned slot = producer * Tile::SLOTS_PER_RING; slot < (producer + 1) * Tile::SLOTS_PER_RING; ++slot) {
+    // The consumers have nothing else to do yet; the producers begin with what their first copies wait for.
+    if (warp == 0 && ptx_elect_sync()) {
+        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);     // the producer; the copy's bytes follow
             ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 128);  // the consumer's threads
         }
-        ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
         ptx_fence_mbarrier_init();
     }
-    if (producer == WARPGROUPS && ptx_elect_sync()) {
-        ptx_prefetch_tensormap(&q_map);
+    if (warp == 1 && ptx_elect_sync()) {
         for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
             ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
         }
+        for (unsigned producer = 0; producer < WARPGROUPS; ++producer)
+            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
         ptx_fence_mbarrier_init();
     }
     __syncwarp();
 
     if (warp < WARPGROUPS * 4) {
         // Tile rows that no box covers: zeros, once.
-        const unsigned used_rows = p.tile_heads * p.tile_positions;
+        const unsigned tile_heads = min(group, Tile::ROWS);
+        const unsigned used_rows = tile_heads * quotients.tile_positions;
         if (used_rows < Tile::ROWS) {
             for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-        // Orders the mbarriers' initialisation, by the producers, and the zeros before the consumers' work.
+        // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'.
         ptx_bar_sync(0, THREADS);
         ptx_setmaxnreg_inc<232>();
-        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, k_scale, v_scale);
+        const Problem p = problem();
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, lengths_at(p, blockIdx.x), k_scale, v_scale);
     } else {
-        // Meets the consumers' wait for the initialisation.
-        ptx_bar_arrive(0, THREADS);
+        const unsigned producer = warp - WARPGROUPS * 4;
+        const Problem p = problem();
+        const Lengths lengths = lengths_at(p, blockIdx.x);
+        if (producer < WARPGROUPS && ptx_elect_sync()) {
+            ptx_prefetch_tensormap(&k_map);
+            ptx_prefetch_tensormap(&v_map);
+        }
+        if (producer == WARPGROUPS) {
+            if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
+        }
+        // Orders the mbarriers' initialisation, by the consumers, before the copies.
+        ptx_bar_sync(0, THREADS);
         ptx_setmaxnreg_dec<40>();
         if (producer < WARPGROUPS) {
-            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane);
+            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, lengths);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
-            load_queries<Tile>(p, &q_map, smem);
+            load_queries<Tile>(p, &q_map, smem, lengths);
         }
     }
 }
@@ -1613,9 +1655,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
 }
 
@@ -1623,9 +1668,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t16_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
     attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
 }
 
@@ -1633,8 +1681,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d128_m4r32_sk_bf16_p64_len_kv8page_t32_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived, const int* block_table, unsigned table_pages, const int* key_lengths, const float* k_scale, const float* v_scale) {
     attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch}, block_table, table_pages, key_lengths, k_scale, v_scale);
 }

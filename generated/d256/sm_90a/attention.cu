@@ -700,17 +700,11 @@ struct Quotient {
     unsigned whole, rest;
 };
 
-// What a thread divides by several times.
+// A divisor and (2^32 - 1) / by, which the host works out: a division takes some thirty instructions that wait for each other, and a
+// launch of a few microseconds begins with them.
 struct Divisor {
     unsigned by, inverse;
 };
-
-__device__ __forceinline__ Divisor divisor(unsigned by) {
-    // Most launches divide by 1, and a division takes longer than that branch.
-    unsigned inverse = 0xffffffff;
-    if (by != 1) inverse /= by;
-    return Divisor{by, inverse};
-}
 
 __device__ __forceinline__ Quotient divide(unsigned value, const Divisor& divisor) {
     // value / by exceeds value * inverse / 2^32 by at most value / 2^32: less than 1.
@@ -730,29 +724,36 @@ struct Problem {
     unsigned partitions;          // of every query tile; those past its last key have no work
     unsigned cluster;             // CTAs of a cluster, a power of two; they take as many partitions of one query tile, rank r the r-th of them
     unsigned items;
-    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position;  // clusters: of one query tile
+    Divisor by_kv_heads, by_q_tiles, by_clusters, by_tiles_per_position, by_partition_tiles;  // clusters: of one query tile
 };
 
 __device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
     return 31 - __clz(p.cluster);
 }
 
+// Quotients that the host has worked out for a launch.
+struct Quotients {
+    unsigned tile_positions, q_tiles;
+    unsigned kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse;
+};
+
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
-                                            unsigned cluster = 1) {
+                                            unsigned cluster, const Quotients& quotients) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
-    p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
+    p.tile_positions = quotients.tile_positions;
     p.tiles_per_position = (group + tile_rows - 1) / tile_rows;
-    p.q_tiles = (q_len <= p.tile_positions ? 1 : (q_len + p.tile_positions - 1) / p.tile_positions) * p.tiles_per_position;
+    p.q_tiles = quotients.q_tiles;
     p.partition_tiles = partition_tiles;
     p.partitions = partitions;
     p.cluster = cluster;
     p.items = batch * partitions * p.q_tiles * kv_heads;
-    p.by_kv_heads = divisor(kv_heads);
-    p.by_q_tiles = divisor(p.q_tiles);
-    p.by_clusters = divisor(partitions >> cluster_log2(p));
-    p.by_tiles_per_position = divisor(p.tiles_per_position);
+    p.by_kv_heads = {kv_heads, quotients.kv_heads_inverse};
+    p.by_q_tiles = {p.q_tiles, quotients.q_tiles_inverse};
+    p.by_clusters = {partitions >> cluster_log2(p), quotients.clusters_inverse};
+    p.by_tiles_per_position = {p.tiles_per_position, quotients.tiles_per_position_inverse};
+    p.by_partition_tiles = {partition_tiles, quotients.partition_tiles_inverse};
     return p;
 }
 
@@ -766,6 +767,10 @@ struct Item {
     int all_see;              // keys below it are visible to every row of the tile
     unsigned tiles, first_tile, end_tile;  // tiles: key tiles of the sequence
 };
+
+__device__ __forceinline__ unsigned batch_of(const Problem& p, unsigned index) {
+    return divide(divide(divide(index >> cluster_log2(p), p.by_kv_heads).whole, p.by_q_tiles).whole, p.by_clusters).whole;
+}
 
 __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     Item item;
@@ -784,7 +789,7 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index) {
     const int seen = (int)p.keys;
     const unsigned tiles = (seen + BLOCK_KEYS - 1) / BLOCK_KEYS;
     item.tiles = tiles;
-    item.used = p.partitions == 1 ? 1 : max((tiles + p.partition_tiles - 1) / p.partition_tiles, 1);
+    item.used = p.partitions == 1 ? 1 : max(divide(tiles + p.partition_tiles - 1, p.by_partition_tiles).whole, 1);
     item.split = p.partitions > 1 && tiles > p.partition_tiles;
     item.first_tile = item.partition * p.partition_tiles;
     item.end_tile = min(item.first_tile + p.partition_tiles, tiles);
@@ -1485,23 +1490,29 @@ __device__ __forceinline__ void take_back(const Place& at, unsigned parity) {
     wait_cluster(at.smem + Tile::READ_OFFSET, parity);
 }
 
-// Row sums, normalisation, the merge of the partitions, O and LSE of an item.
+// What O of the lane's row is multiplied by. A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves
+// zeros there for the next Q.
+template <class Tile>
+__device__ __forceinline__ float inverse_of(float sum, const Problem& p, unsigned lane) {
+    const bool padding = row_of_lane<Tile>(lane) >= p.tile_heads * p.tile_positions;
+    return sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
+}
+
+// m scale log2(e) + log2(l); without a key both terms are -inf.
+__device__ __forceinline__ float log2_lse_of(float maximum, float sum, float scale_log2e) {
+    return __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
+}
+
+// Normalisation, the merge of the partitions, O and LSE of an item.
+// inverse, log2_lse: of the lane's row in this partition. cluster_merges: this CTA's so far.
 // held: O stays in shared memory, for store_held.
 // O is staged where Q was: all of this item's Q . K have been waited for.
 template <class Tile>
-__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Rows<Tile>& rows, const Problem& p, const Item& item, const Place& at,
+__device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], float inverse, float log2_lse, const Problem& p, const Item& item, const Place& at,
                                        Cursor& ring, const fa4_tensor_map* out_map, float* lse, const Workspace& workspace,
-                                       unsigned out_tile, unsigned& cluster_parity, float scale_log2e, bool held) {
-    // Its barrier also orders every warp's last MMA of this item before the stores to shared memory below.
-    const float own_sum = reduce_rows<Tile, false>(rows.sum, at.lane);
-    float sum = fa4_ws_exchange4_add(own_sum, at.lane, at.warp, at.warpgroup, rows.exchange_seq++, at.exchange);
-    float maximum = rows.maximum;
+                                       unsigned out_tile, unsigned& cluster_merges, bool held) {
     const Share share = share_of(item, at.warpgroup);
 
-    const unsigned row = row_of_lane<Tile>(at.lane);
-    const bool padding = row >= p.tile_heads * p.tile_positions;
-    // A row without a key has sum 0 and O 0. Padding rows become 0, so that the staged tile leaves zeros there for the next Q.
-    const float inverse = sum > 0.0f && !padding ? ptx_rcp_approx_ftz(sum) : 0.0f;
 #pragma unroll
     for (unsigned i = 0; i < Tile::LANE_ROWS; ++i) {
         const float row_inverse = row_value<Tile>(inverse, i, at.lane);
@@ -1511,15 +1522,14 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
             o[block][i / 2 * 4 + 2 + i % 2] *= row_inverse;
         }
     }
-    // m scale log2(e) + log2(l); without a key both terms are -inf.
-    float log2_lse = __fmaf_rn(maximum, scale_log2e, ptx_lg2_approx_ftz(sum));
     unsigned first_block = 0, blocks = O_BLOCKS;
     bool writes_lse = at.warp == 3 && at.warpgroup == 0;
     const bool in_cluster = item.split && p.cluster > 1;
+    const unsigned parity = cluster_merges % 2;
     if (in_cluster) {
         const unsigned rank = item.partition & (p.cluster - 1);
-        const unsigned parity = cluster_parity;
-        cluster_parity ^= 1;
+        // The mbarriers of the other CTAs are initialised. Keys of its own a CTA attends to without knowing that.
+        if (cluster_merges++ == 0) ptx_barrier_cluster_wait();
         bool ours = true;
         if constexpr (Tile::MAX_CLUSTER == 4) {
             if (p.cluster == 4)
@@ -1564,6 +1574,8 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     if (in_cluster) announce_read<Tile>(p, at);
 
     // One lane a row writes the LSE, in natural units.
+    const unsigned row = row_of_lane<Tile>(at.lane);
+    const bool padding = row >= p.tile_heads * p.tile_positions;
     const unsigned position = item.position + row / p.tile_heads;
     const unsigned head = item.head + row % p.tile_heads;
     const bool first_lane = (at.lane / 4 & ((8 >> Tile::LANE_ROWS_LOG2) - 1)) == 0;
@@ -1574,7 +1586,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], Row
     // The tile is free for reuse when the copies have read it: attend passes that on (q_empty).
     if (!held && ptx_elect_sync()) ptx_bulk_wait_group_read();
     __syncwarp();
-    if (in_cluster) take_back<Tile>(at, cluster_parity ^ 1);
+    if (in_cluster) take_back<Tile>(at, parity);
 }
 
 // Stores the O tiles that wait in Q's buffers, those of the item at `index` and of the `held - 1` before it. A CTA's first tiles wait for its
@@ -1633,7 +1645,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     float o[O_BLOCKS][Tile::FRAGMENT];
     float s[Tile::FRAGMENT];
     unsigned p_buffer = 0;
-    unsigned cluster_parity = 0;
+    unsigned cluster_merges = 0;
     // A CTA of one item has none to wait for.
     const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1 && p.items > gridDim.x;
     unsigned held = 0;
@@ -1651,6 +1663,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 
         const unsigned q_tile = smem + Tile::Q_OFFSET + q.slot * Tile::Q_BYTES;
         wait(smem + Tile::Q_FULL_OFFSET + q.slot * MBARRIER_BYTES, q.parity);
+        // Without a key.
+        float inverse = 0.0f, log2_lse = MINUS_INFINITY;
 #pragma unroll 1
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
             scores<Tile>(s, at, ring, q_tile);
@@ -1662,9 +1676,16 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
             const unsigned p_tile = at.p_tiles + p_buffer * Tile::Q_CHUNK_BYTES;
             p_buffer ^= 1;
             softmax(s, o, rows, at, p_tile, tile == item.first_tile + warpgroup, scale_log2e);
+            if (tile + WARPGROUPS >= item.end_tile) {
+                // All probabilities are there, and the last V may still be on its way.
+                const float own_sum = reduce_rows<Tile, false>(rows.sum, lane);
+                const float sum = fa4_ws_exchange4_add(own_sum, lane, warp, warpgroup, rows.exchange_seq++, at.exchange);
+                inverse = inverse_of<Tile>(sum, p, lane);
+                log2_lse = log2_lse_of(rows.maximum, sum, scale_log2e);
+            }
             accumulate<Tile>(o, at, ring, p_tile);
         }
-        finish(o, rows, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_parity, scale_log2e, holds);
+        finish<Tile>(o, inverse, log2_lse, p, item, at, ring, out_map, lse, workspace, q_tile, cluster_merges, holds);
         if (holds) {
             // The buffer that is left has the next Q; those after it need the others.
             const bool needed = ++held == Tile::HELD_TILES - 1 && index + 2 * gridDim.x < p.items;
@@ -1677,6 +1698,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         }
         q.advance(q_buffers_of<Tile>(p));
     }
+    if (p.cluster > 1 && cluster_merges == 0) ptx_barrier_cluster_wait();
 }
 
 // --- entries ---------------------------------------------------------------------------------------------------------
@@ -1692,56 +1714,67 @@ template <class Tile>
 __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4_tensor_map& k_map, const fa4_tensor_map& v_map,
                                           const fa4_tensor_map& out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys,
                                           unsigned kv_heads, unsigned group, float scale, unsigned partition_tiles, unsigned partitions,
-                                          const Workspace& workspace) {
+                                          const Quotients& quotients, const Workspace& workspace) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const unsigned smem = (unsigned)__cvta_generic_to_shared(smem_bytes);
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, ptx_cluster_nctarank());
+    const unsigned cluster = ptx_cluster_nctarank();
+    const auto problem = [&] {
+        const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, cluster, quotients);
+        return p;
+    };
 
-    // Each producer initialises the mbarriers it works with and goes on to its copies; only the consumers wait for all of that.
-    const unsigned producer = warp - WARPGROUPS * 4;
-    if (producer < WARPGROUPS && ptx_elect_sync()) {
-        ptx_prefetch_tensormap(&k_map);
-        ptx_prefetch_tensormap(&v_map);
-        for (unsigned slot = producer * Tile::SLOTS_PER_RING; slot < (producer + 1) * Tile::SLOTS_PER_RING; ++slot) {
+    // The consumers have nothing else to do yet; the producers begin with what their first copies wait for.
+    if (warp == 0 && ptx_elect_sync()) {
+        for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);     // the producer; the copy's bytes follow
             ptx_mbarrier_init(smem + Tile::EMPTY_OFFSET + slot * MBARRIER_BYTES, 128);  // the consumer's threads
         }
-        ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
-        ptx_mbarrier_init(smem + Tile::READY_OFFSET, 1);  // merge_cluster; the bytes that the other CTAs send follow
-        ptx_mbarrier_init(smem + Tile::READ_OFFSET, p.cluster);  // announce_read of every CTA
         ptx_fence_mbarrier_init();
     }
-    if (producer == WARPGROUPS && ptx_elect_sync()) {
-        ptx_prefetch_tensormap(&q_map);
+    if (warp == 1 && ptx_elect_sync()) {
         for (unsigned buffer = 0; buffer < Tile::Q_BUFFERS; ++buffer) {
             ptx_mbarrier_init(smem + Tile::Q_FULL_OFFSET + buffer * MBARRIER_BYTES, 1);
             ptx_mbarrier_init(smem + Tile::Q_EMPTY_OFFSET + buffer * MBARRIER_BYTES, 4 * WARPGROUPS);
         }
+        for (unsigned producer = 0; producer < WARPGROUPS; ++producer)
+            ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
+        ptx_mbarrier_init(smem + Tile::READY_OFFSET, 1);       // merge_cluster; the bytes that the other CTAs send follow
+        ptx_mbarrier_init(smem + Tile::READ_OFFSET, cluster);  // announce_read of every CTA
         ptx_fence_mbarrier_init();
     }
     __syncwarp();
     // The cluster's barrier orders the initialisation, which fence_mbarrier_init has released to the cluster, before the other CTAs'
     // arrivals. Without a cluster it would be a barrier of all threads of the CTA: no role may meet it alone.
-    if (p.cluster > 1) ptx_barrier_cluster_arrive_relaxed();
+    if (cluster > 1) ptx_barrier_cluster_arrive_relaxed();
 
     if (warp < WARPGROUPS * 4) {
         // Tile rows that no box covers: zeros, once.
-        const unsigned used_rows = p.tile_heads * p.tile_positions;
+        const unsigned tile_heads = min(group, Tile::ROWS);
+        const unsigned used_rows = tile_heads * quotients.tile_positions;
         if (used_rows < Tile::ROWS) {
-            for (unsigned unit = threadIdx.x; unit < q_buffers_of<Tile>(p) * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
+            for (unsigned unit = threadIdx.x; unit < (cluster > 1 ? 1 : Tile::Q_BUFFERS) * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-        // Orders the mbarriers' initialisation, by the producers, and the zeros before the consumers' work.
+        // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'.
         ptx_bar_sync(0, THREADS);
-        if (p.cluster > 1) ptx_barrier_cluster_wait();
+        const Problem p = problem();
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E);
     } else {
-        // Meets the consumers' wait for the initialisation.
-        ptx_bar_arrive(0, THREADS);
+        const unsigned producer = warp - WARPGROUPS * 4;
+        const Problem p = problem();
+        if (producer < WARPGROUPS && ptx_elect_sync()) {
+            ptx_prefetch_tensormap(&k_map);
+            ptx_prefetch_tensormap(&v_map);
+        }
+        if (producer == WARPGROUPS) {
+            if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
+        }
+        // Orders the mbarriers' initialisation, by the consumers, before the copies.
+        ptx_bar_sync(0, THREADS);
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
@@ -1749,7 +1782,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         }
         __syncwarp();
         // Nothing of theirs needs it, but a thread that has arrived waits once before it ends.
-        if (p.cluster > 1) ptx_barrier_cluster_wait();
+        if (cluster > 1) ptx_barrier_cluster_wait();
     }
 }
 
@@ -1757,9 +1790,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t8_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived) {
     attention<Tile8>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch});
 }
 
@@ -1767,9 +1803,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 fa4_attention_d256_m4r32_sk_bf16_t8_c2_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived) {
     attention<Tile8Shared>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch});
 }
 
@@ -1777,9 +1816,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t16_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived) {
     attention<Tile16>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch});
 }
 
@@ -1787,8 +1829,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 fa4_attention_d256_m4r32_sk_bf16_t32_sm90a(
     const __grid_constant__ fa4_tensor_map q_map, const __grid_constant__ fa4_tensor_map k_map, const __grid_constant__ fa4_tensor_map v_map,
     const __grid_constant__ fa4_tensor_map out_map, float* lse, unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads,
-    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned launch, float* partial_o, float* partial_lse,
+    unsigned group, float scale, unsigned partition_tiles, unsigned partitions, unsigned tile_positions, unsigned q_tiles,
+    unsigned kv_heads_inverse, unsigned q_tiles_inverse, unsigned clusters_inverse, unsigned tiles_per_position_inverse,
+    unsigned partition_tiles_inverse, unsigned launch, float* partial_o, float* partial_lse,
     unsigned long long* arrived) {
     attention<Tile32>(q_map, k_map, v_map, out_map, lse, batch, q_len, keys, kv_heads, group, scale, partition_tiles, partitions,
+                    Quotients{tile_positions, q_tiles, kv_heads_inverse, q_tiles_inverse, clusters_inverse, tiles_per_position_inverse, partition_tiles_inverse},
                     Workspace{partial_o, partial_lse, arrived, launch});
 }

@@ -620,7 +620,7 @@ __device__ __forceinline__ unsigned cluster_log2(const Problem& p) {
 
 __device__ __forceinline__ Problem describe(unsigned batch, unsigned q_len, unsigned keys, unsigned kv_heads, unsigned group,
                                             unsigned partition_tiles, unsigned partitions, unsigned tile_rows,
-                                            unsigned cluster = 1) {
+                                            unsigned cluster) {
     Problem p{batch, q_len, keys, kv_heads, group, tile_rows};
     p.tile_heads = min(group, tile_rows);
     p.tile_positions = p.tile_heads == tile_rows ? 1 : tile_rows / p.tile_heads;
@@ -1236,7 +1236,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
     const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions,
-                               Tile::ROWS);
+                               Tile::ROWS, 1);
 
     if (warp == 0 && ptx_elect_sync()) {
         for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
