@@ -1588,15 +1588,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const auto problem = [&] {
-        Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, 1, quotients);
-    p.block_table = block_table;
-        p.table_pages = table_pages;
-        p.key_lengths = key_lengths;
-        return p;
-    };
-
-    // The consumers have nothing else to do yet; the producers begin with what their first copies wait for.
+    // The consumers have nothing else to do yet; the producers go on to what their first copies wait for.
     if (warp == 0 && ptx_elect_sync()) {
         for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);     // the producer; the copy's bytes follow
@@ -1614,25 +1606,22 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         ptx_fence_mbarrier_init();
     }
     __syncwarp();
+    Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, 1, quotients);
+    p.block_table = block_table;
+    p.table_pages = table_pages;
+    p.key_lengths = key_lengths;
 
+    const unsigned producer = warp - WARPGROUPS * 4;
+    const Lengths lengths = lengths_at(p, blockIdx.x);
     if (warp < WARPGROUPS * 4) {
         // Tile rows that no box covers: zeros, once.
-        const unsigned tile_heads = min(group, Tile::ROWS);
-        const unsigned used_rows = tile_heads * quotients.tile_positions;
+        const unsigned used_rows = p.tile_heads * p.tile_positions;
         if (used_rows < Tile::ROWS) {
             for (unsigned unit = threadIdx.x; unit < Tile::Q_BUFFERS * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-        // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'.
-        ptx_bar_sync(0, THREADS);
-        ptx_setmaxnreg_inc<232>();
-        const Problem p = problem();
-        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, lengths_at(p, blockIdx.x), k_scale, v_scale);
     } else {
-        const unsigned producer = warp - WARPGROUPS * 4;
-        const Problem p = problem();
-        const Lengths lengths = lengths_at(p, blockIdx.x);
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
@@ -1640,8 +1629,16 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         if (producer == WARPGROUPS) {
             if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
         }
-        // Orders the mbarriers' initialisation, by the consumers, before the copies.
-        ptx_bar_sync(0, THREADS);
+    }
+    __syncwarp();
+    // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'. One instruction for all roles:
+    // synccheck takes two for threads that went different ways.
+    ptx_bar_sync(0, THREADS);
+
+    if (warp < WARPGROUPS * 4) {
+        ptx_setmaxnreg_inc<232>();
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, lengths, k_scale, v_scale);
+    } else {
         ptx_setmaxnreg_dec<40>();
         if (producer < WARPGROUPS) {
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, lengths);

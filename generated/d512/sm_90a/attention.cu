@@ -1722,13 +1722,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     // The same in all lanes; the shuffle lets the compiler know.
     const unsigned warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const unsigned lane = threadIdx.x % 32;
-    const unsigned cluster = ptx_cluster_nctarank();
-    const auto problem = [&] {
-        const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, cluster, quotients);
-        return p;
-    };
-
-    // The consumers have nothing else to do yet; the producers begin with what their first copies wait for.
+    // The consumers have nothing else to do yet; the producers go on to what their first copies wait for.
     if (warp == 0 && ptx_elect_sync()) {
         for (unsigned slot = 0; slot < Tile::RING_SLOTS; ++slot) {
             ptx_mbarrier_init(smem + Tile::FULL_OFFSET + slot * MBARRIER_BYTES, 1);     // the producer; the copy's bytes follow
@@ -1743,31 +1737,26 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         }
         for (unsigned producer = 0; producer < WARPGROUPS; ++producer)
             ptx_mbarrier_init(smem + Tile::VERDICT_OFFSET + producer * MBARRIER_BYTES, 1);  // publish
-        ptx_mbarrier_init(smem + Tile::READY_OFFSET, 1);       // merge_cluster; the bytes that the other CTAs send follow
-        ptx_mbarrier_init(smem + Tile::READ_OFFSET, cluster);  // announce_read of every CTA
+        ptx_mbarrier_init(smem + Tile::READY_OFFSET, 1);                       // merge_cluster; the bytes that the other CTAs send follow
+        ptx_mbarrier_init(smem + Tile::READ_OFFSET, ptx_cluster_nctarank());  // announce_read of every CTA
         ptx_fence_mbarrier_init();
     }
     __syncwarp();
+    const Problem p = describe(batch, q_len, keys, kv_heads, group, partition_tiles, partitions, Tile::ROWS, ptx_cluster_nctarank(), quotients);
     // The cluster's barrier orders the initialisation, which fence_mbarrier_init has released to the cluster, before the other CTAs'
     // arrivals. Without a cluster it would be a barrier of all threads of the CTA: no role may meet it alone.
-    if (cluster > 1) ptx_barrier_cluster_arrive_relaxed();
+    if (p.cluster > 1) ptx_barrier_cluster_arrive_relaxed();
 
+    const unsigned producer = warp - WARPGROUPS * 4;
     if (warp < WARPGROUPS * 4) {
         // Tile rows that no box covers: zeros, once.
-        const unsigned tile_heads = min(group, Tile::ROWS);
-        const unsigned used_rows = tile_heads * quotients.tile_positions;
+        const unsigned used_rows = p.tile_heads * p.tile_positions;
         if (used_rows < Tile::ROWS) {
-            for (unsigned unit = threadIdx.x; unit < (cluster > 1 ? 1 : Tile::Q_BUFFERS) * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
+            for (unsigned unit = threadIdx.x; unit < q_buffers_of<Tile>(p) * Tile::Q_BYTES / 16; unit += WARPGROUPS * 128)
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-        // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'.
-        ptx_bar_sync(0, THREADS);
-        const Problem p = problem();
-        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E);
     } else {
-        const unsigned producer = warp - WARPGROUPS * 4;
-        const Problem p = problem();
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
@@ -1775,8 +1764,15 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         if (producer == WARPGROUPS) {
             if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
         }
-        // Orders the mbarriers' initialisation, by the consumers, before the copies.
-        ptx_bar_sync(0, THREADS);
+    }
+    __syncwarp();
+    // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'. One instruction for all roles:
+    // synccheck takes two for threads that went different ways.
+    ptx_bar_sync(0, THREADS);
+
+    if (warp < WARPGROUPS * 4) {
+        attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E);
+    } else {
         if (producer < WARPGROUPS && ptx_elect_sync()) {
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer);
         } else if (producer == WARPGROUPS && ptx_elect_sync()) {
@@ -1784,7 +1780,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         }
         __syncwarp();
         // Nothing of theirs needs it, but a thread that has arrived waits once before it ends.
-        if (cluster > 1) ptx_barrier_cluster_wait();
+        if (p.cluster > 1) ptx_barrier_cluster_wait();
     }
 }
 
