@@ -1621,13 +1621,11 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-    } else {
-        if (producer < WARPGROUPS && ptx_elect_sync()) {
+        // Warps that wait for the first keys fetch what the producers are about to need.
+        if (warp == 2 && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
-        }
-        if (producer == WARPGROUPS) {
-            if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
+            ptx_prefetch_tensormap(&q_map);
         }
     }
     __syncwarp();
@@ -1640,10 +1638,10 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, warp / 4, warp % 4, lane, scale * LOG2E, lengths, k_scale, v_scale);
     } else {
         ptx_setmaxnreg_dec<40>();
-        if (producer < WARPGROUPS) {
+        if (producer == WARPGROUPS) {
+            if (ptx_elect_sync()) load_queries<Tile>(p, &q_map, smem, lengths);
+        } else if (producer < WARPGROUPS) {
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, lengths);
-        } else if (producer == WARPGROUPS && ptx_elect_sync()) {
-            load_queries<Tile>(p, &q_map, smem, lengths);
         }
     }
 }

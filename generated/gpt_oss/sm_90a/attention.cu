@@ -1833,15 +1833,13 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
                 if (unit / 8 % Tile::ROWS >= used_rows) reinterpret_cast<uint4*>(smem_bytes + Tile::Q_OFFSET)[unit] = make_uint4(0, 0, 0, 0);
             ptx_fence_proxy_async();
         }
-    } else {
-        if (producer < WARPGROUPS && ptx_elect_sync()) {
+        // Warps that wait for the first keys fetch what the producers are about to need.
+        if (warp == 2 && ptx_elect_sync()) {
             ptx_prefetch_tensormap(&k_map);
             ptx_prefetch_tensormap(&v_map);
+            ptx_prefetch_tensormap(&q_map);
         }
-        if (producer == WARPGROUPS) {
-            if (ptx_elect_sync()) ptx_prefetch_tensormap(&q_map);
-            if (blockIdx.x < p.items) touch_table(p, blockIdx.x, lane);
-        }
+        if (warp == 3 && blockIdx.x < p.items) touch_table(p, blockIdx.x, lane);
     }
     __syncwarp();
     // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'. One instruction for all roles:
@@ -1851,10 +1849,10 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     if (warp < WARPGROUPS * 4) {
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E, lengths, sinks);
     } else {
-        if (producer < WARPGROUPS) {
+        if (producer == WARPGROUPS) {
+            if (ptx_elect_sync()) load_queries<Tile>(p, &q_map, smem, lengths);
+        } else if (producer < WARPGROUPS) {
             load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, lengths);
-        } else if (producer == WARPGROUPS && ptx_elect_sync()) {
-            load_queries<Tile>(p, &q_map, smem, lengths);
         }
         __syncwarp();
         // Nothing of theirs needs it, but a thread that has arrived waits once before it ends.
