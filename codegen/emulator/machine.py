@@ -165,6 +165,7 @@ class Warp:
         self.split: tuple[Bool, int] = (ALL, 0)
         self.done = False
         self.ready = False
+        self.executed = 0
         self.paused = False
         """Stopped before an event of an exploration."""
         self.R: list[Any] = []
@@ -835,7 +836,8 @@ class Run:
         self.global_sync: dict[int, dict[tuple[int, int, int], Clock]] = {}
         """Global address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.stopped = False
-        self.polled: dict[Warp, set[bytes]] = {}
+        self.polled: dict[Warp, tuple[set[bytes], int]] = {}
+        """Of a warp: the states it was in since memory last changed, and the instructions it had executed at the last of them."""
         """Of warps whose lanes wait for others of them: what those had in their registers, since memory last changed."""
         # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
         self.eagerness = self.schedule.eagerness(self.random.choice((0.0, 0.02, 0.1, 0.4)))
@@ -937,6 +939,7 @@ class Run:
             before = self.progress_count
             ran = warp.run(self.schedule.quantum(self, warp))
             self.instructions += ran
+            warp.executed += ran
             self.idle = self.idle + ran if before == self.progress_count else 0
             if warp.done:
                 self._remove(place)
@@ -968,22 +971,30 @@ class Run:
             self.stopped = True
         elif not self._release_parked():
             waiting = dict.fromkeys(warp for warp, group in self._groups() if group.blocked and group.blocked[0] == "converge")
-            self._force_converged([warp for warp in waiting if self._polls(warp)])
+            running = [w for cta in self.resident.values() for w in cta.warps if any(group.blocked is None for group in w.groups)]
+            polling = {warp for warp in dict.fromkeys([*waiting, *running]) if self._polls(warp)}
+            # A warp that computes may come to what the others poll for.
+            if all(warp in polling for warp in running):
+                self._force_converged([warp for warp in waiting if warp in polling])
 
     def _polls(self, warp: Warp) -> bool:
         """Whether the running lanes of a warp are where they have been since memory last changed, with the same in their registers: they
-        poll. Until then they may be computing, however long, and come where the others wait for them."""
+        poll. Until then they may be computing, however long, and come where the others wait for them. A warp that had no turn in between
+        is where it was, whatever it does."""
         state = hashlib.blake2b(digest_size=16)
+        runs = False
         for group in warp.groups:
             if group.blocked is None:
+                runs = True
                 state.update(f"{group.pc} {group.ahead} {group.bits}".encode())
                 for bank in warp.banks.values():
                     state.update(bank[:, group.mask].tobytes())
                 if warp.local is not None:
                     state.update(warp.local.tobytes())
-        seen = self.polled.setdefault(warp, set())
-        repeats = state.digest() in seen
+        seen, executed = self.polled.get(warp, (set(), -1))
+        repeats = state.digest() in seen and (not runs or warp.executed != executed)
         seen.add(state.digest())
+        self.polled[warp] = seen, warp.executed
         return repeats
 
     def _remove(self, place: int) -> None:

@@ -60,6 +60,43 @@ def test_a_lane_may_compute_for_long_while_the_others_wait_for_it(assemble):
     assert run(assemble(body + STORE, "out")).tolist() == [80000] + [0] * 31
 
 
+@pytest.mark.parametrize("schedule", ["random", "round-robin", "ahead:0", "ahead:1"])
+def test_lanes_wait_for_one_that_polls_for_another_warp_however_long_that_computes(assemble, schedule):
+    """Lane 0 of warp 0 spins on a flag that warp 1 sets after a long loop; the others of warp 0 wait for lane 0."""
+    body = """
+        mov.u32 %r1, 0; setp.eq.u32 %p1, %tid, 0; @!%p1 bra MEET; st.volatile.shared.u32 [flag], %r1;
+        MEET: bar.sync 0;
+        setp.eq.u32 %p2, %warp, 1; @%p2 bra COMPUTE;
+        @!%p1 bra JOIN;
+        SPIN: ld.volatile.shared.u32 %r2, [flag]; setp.ne.u32 %p3, %r2, 7; @%p3 bra SPIN;
+        JOIN: bar.warp.sync -1; mov.u32 %r1, 7; bra END;
+        COMPUTE: add.u32 %r1, %r1, 1; setp.lt.u32 %p4, %r1, 40000; @%p4 bra COMPUTE;
+        mov.u32 %r3, 7; setp.eq.u32 %p5, %tid, 32; @%p5 st.volatile.shared.u32 [flag], %r3;
+        END:
+    """
+    program = assemble(body + STORE, "out", shared=".shared .u32 flag;")
+    for seed in range(2):
+        out = np.zeros(64, np.uint32)
+        result = program.launch("k", 1, 64, 0, [out], seed=seed, schedule=schedule)
+        assert result.hazards == [], [str(hazard) for hazard in result.hazards]
+        assert out.tolist() == [7] * 32 + [40000] * 32
+
+
+def test_a_lane_that_computes_without_a_turn_for_long_does_not_poll(assemble):
+    """A lane of each of 32 warps computes while its warp's others wait for it: some have no turn between two looks of the machine."""
+    body = """
+        mov.u32 %r1, 0; setp.eq.u32 %p1, %lane, 0; @!%p1 bra JOIN;
+        LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 4000; @%p2 bra LOOP;
+        JOIN: bar.warp.sync -1;
+    """
+    program = assemble(body + STORE, "out")
+    for seed in range(2):
+        out = np.zeros(1024, np.uint32)
+        result = program.launch("k", 1, 1024, 0, [out], seed=seed)
+        assert result.hazards == [], [str(hazard) for hazard in result.hazards]
+        assert out.tolist() == ([4000] + [0] * 31) * 32
+
+
 def test_a_lane_that_polls_for_one_that_waits_for_it_is_reported(assemble):
     """A warp's lanes meet at a barrier; one of them waits for what another will write only after it."""
     body = """

@@ -533,12 +533,6 @@ __device__ __forceinline__ bool ptx_mbarrier_try_wait_cluster(unsigned barrier, 
     return done != 0;
 }
 
-// Arrives at barrier `id` of this CTA, which waits for `threads` threads (whole warps), without waiting; orders this thread's earlier
-// accesses to shared memory before those of the threads that wait. PTX ISA "bar".
-__device__ __forceinline__ void ptx_bar_arrive(unsigned id, unsigned threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Orders ordinary accesses to global memory before this fence, of this thread or seen by it, with those of the copy engine after it.
 // PTX ISA "fence.proxy".
 __device__ __forceinline__ void ptx_fence_proxy_async_global() {
