@@ -70,7 +70,7 @@ def test_lanes_wait_for_one_that_polls_for_another_warp_however_long_that_comput
         @!%p1 bra JOIN;
         SPIN: ld.volatile.shared.u32 %r2, [flag]; setp.ne.u32 %p3, %r2, 7; @%p3 bra SPIN;
         JOIN: bar.warp.sync -1; mov.u32 %r1, 7; bra END;
-        COMPUTE: add.u32 %r1, %r1, 1; setp.lt.u32 %p4, %r1, 40000; @%p4 bra COMPUTE;
+        COMPUTE: add.u32 %r1, %r1, 1; setp.lt.u32 %p4, %r1, 12000; @%p4 bra COMPUTE;
         mov.u32 %r3, 7; setp.eq.u32 %p5, %tid, 32; @%p5 st.volatile.shared.u32 [flag], %r3;
         END:
     """
@@ -79,7 +79,7 @@ def test_lanes_wait_for_one_that_polls_for_another_warp_however_long_that_comput
         out = np.zeros(64, np.uint32)
         result = program.launch("k", 1, 64, 0, [out], seed=seed, schedule=schedule)
         assert result.hazards == [], [str(hazard) for hazard in result.hazards]
-        assert out.tolist() == [7] * 32 + [40000] * 32
+        assert out.tolist() == [7] * 32 + [12000] * 32
 
 
 def test_a_lane_that_computes_without_a_turn_for_long_does_not_poll(assemble):
