@@ -260,7 +260,7 @@ def _quotient_arguments(config: Config) -> list[tuple[str, str]]:
 
 
 def _quotients(config: Config, tiles: Tiling, kv_heads: int, clusters: int, partition_tiles: int) -> list[np.uint32]:
-    """Values of _quotient_arguments. Within a launch of a few microseconds divisions show: bench/LOG.md 21."""
+    """Values of _quotient_arguments, each uint32. Within a launch of a few microseconds divisions show: bench/LOG.md 21."""
     if not config.shared_key:
         return []
     divisors = (kv_heads, tiles.q_tiles, clusters, tiles.tiles_per_position, partition_tiles)

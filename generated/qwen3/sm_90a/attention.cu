@@ -1553,7 +1553,7 @@ __device__ __forceinline__ void finish(float (&o)[O_BLOCKS][Tile::FRAGMENT], flo
     const unsigned parity = cluster_merges % 2;
     if (in_cluster) {
         const unsigned rank = item.partition & (p.cluster - 1);
-        // The mbarriers of the other CTAs are initialised. Keys of its own a CTA attends to without knowing that.
+        // The other CTAs have initialised their mbarriers: every thread has arrived in `attention`. Keys of its own a CTA attends to before that.
         if (cluster_merges++ == 0) ptx_barrier_cluster_wait();
         bool ours = true;
         if constexpr (Tile::MAX_CLUSTER == 4) {
@@ -1732,6 +1732,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
 // k_map, v_map    [batch][kv_heads][DEPTH / 64][keys][64], box 1 x 1 x SLOT_CHUNKS x BLOCK_KEYS x 64, 128-byte swizzle
 // lse             [batch][kv_heads * group][q_len] float, natural logarithm
 // partition_tiles, partitions: key tiles of a partition, and how many of them cover the keys; with one, the last four are not read
+// tile_positions to partition_tiles_inverse: see Quotients
 // launch: a number that rises with every launch that uses the workspace, see arrive_last
 // partial_o, partial_lse, arrived: see Workspace. It belongs to one launch at a time, so to a stream; `arrived` is 0 at first, and after a launch.
 // Grid: any number of CTAs; CTA c takes items c, c + gridDim.x, ... Block: THREADS.
