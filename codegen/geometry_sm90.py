@@ -45,6 +45,7 @@ FOUR_CTAS_O_ELEMENTS = 512  # of O, for four of them: 8 rows of depth 64, whose 
 FP8_RING_BYTES = 65_536  # of all rings of 8 bits
 MAX_REGISTERS = 255
 REGISTER_STEP = 8
+LITTLE_BYTES = 134_217_728  # of K and V, at most, whose L2 lines had better be the first to go (bench/LOG.md 22)
 P_BUFFERS = 2
 LAST_BYTES = 16  # a flag for the consumers and one for each producer
 MAX_PARTITIONS = 64
@@ -161,6 +162,21 @@ class Sm90Geometry(Geometry):
         return -(-self.tile_pages // WARP_THREADS)
 
     @property
+    def little_keys(self) -> int:
+        """Keys of all sequences and KV heads whose K and V have LITTLE_BYTES."""
+        return LITTLE_BYTES // (2 * self.depth * OPERAND_BYTES)
+
+    @property
+    def little_mib(self) -> int:
+        """LITTLE_BYTES in MiB."""
+        return LITTLE_BYTES >> 20
+
+    def window_entries(self, window: int) -> int:
+        """Entries of the block table of the key tiles that a window of so many keys touches, at most, for all positions of a query tile."""
+        keys = window + self.tile_rows - 1
+        return ((keys - 1) // self.block_keys + 2) * self.tile_pages
+
+    @property
     def batch_step(self) -> int:
         """Batches of page_lookups entries a lane from one key tile of a ring to the next, at most."""
         return max(1, self.warpgroups * self.tile_pages // (WARP_THREADS * self.page_lookups))
@@ -188,6 +204,10 @@ class Sm90Fp8Geometry(Sm90Geometry):
     chunk_batches: int
     batches: int
     a_buffers: int
+
+    @property
+    def little_keys(self) -> int:
+        return LITTLE_BYTES // (2 * self.depth * FP8_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,7 @@ constexpr unsigned Q_CHUNKS = 8;
 constexpr unsigned P_BUFFERS = 2;
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
+constexpr unsigned LITTLE_KEYS = 65536;  // of all sequences and KV heads, whose K and V have 128 MiB
 constexpr unsigned KEPT_BLOCKS = 8;     // O blocks that warpgroup 0 finishes
 constexpr unsigned MBARRIER_BYTES = 8;
 constexpr unsigned MERGE_READS = 8;      // 16-byte reads of other clusters' slices that a thread has under way at most
@@ -335,6 +336,30 @@ __device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_
         " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
+}
+
+// As ptx_tma_load_5d, with a policy of createpolicy for the lines of L2 that the copy passes through. PTX ISA "cp.async.bulk.tensor".
+__device__ __forceinline__ void ptx_tma_load_5d_hint(unsigned destination, const fa4_tensor_map* map, unsigned barrier,
+                                                     unsigned long long policy, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, { %4, %5, %6, %7, %8 }], [%2], %3;" ::"r"(destination),
+        "l"(map), "r"(barrier), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// What becomes of the L2 lines of a copy: they are the first to go, or take the place that lines of a copy without a policy have.
+// PTX ISA "createpolicy".
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_unchanged() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
 
 // Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
@@ -865,6 +890,13 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 
 // --- producers -------------------------------------------------------------------------------------------------------
 
+// Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+__device__ __forceinline__ bool reads_little(const Problem& p) {
+    const unsigned long long keys = p.keys;
+    return p.q_tiles == 1 && keys * p.kv_heads * p.batch <= LITTLE_KEYS;
+}
+
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
 // partitions of a query tile, their O. One thread runs it.
 // Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
@@ -877,6 +909,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     unsigned verdict_parity = 0;
+    const unsigned long long policy = reads_little(p) ? ptx_createpolicy_evict_first() : ptx_createpolicy_evict_unchanged();
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
@@ -888,7 +921,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
                 const unsigned landed = full + at.slot * MBARRIER_BYTES;
                 ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
-                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, 0, tile * BLOCK_KEYS,
+                ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, tile * BLOCK_KEYS,
                                 part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, item.batch);
                 at.advance(Tile::SLOTS_PER_RING);
             }
@@ -1592,7 +1625,8 @@ __device__ __forceinline__ void store_held(const Problem& p, const Place& at, co
     // A lane an item, so that the places of all are worked out at once; a thread of each warp, as in finish.
     if (at.lane < held) {
         const unsigned before = held - 1 - at.lane;
-        const Item item = item_at(p, index - before * gridDim.x);
+        const unsigned stored = index - before * gridDim.x;
+        const Item item = item_at(p, stored);
         const unsigned slot = (last_slot + Tile::Q_BUFFERS - before) % Tile::Q_BUFFERS;
         const Share share = share_of(item, at.warpgroup);
 #pragma unroll 1
@@ -1690,7 +1724,10 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         }
         q.advance(q_buffers_of<Tile>(p));
     }
-    if (p.cluster > 1 && cluster_merges == 0) ptx_barrier_cluster_wait();
+    if (p.cluster > 1 && cluster_merges == 0) {
+        __syncwarp();
+        ptx_barrier_cluster_wait();
+    }
 }
 
 // --- entries ---------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ constexpr unsigned Q_CHUNKS = 8;
 constexpr unsigned P_BUFFERS = 2;
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
+constexpr unsigned LITTLE_KEYS = 131072;  // of all sequences and KV heads, whose K and V have 128 MiB
 constexpr unsigned KEPT_BLOCKS = 4;     // O blocks that warpgroup 0 finishes; warpgroup 1 finishes the others
 constexpr unsigned MBARRIER_BYTES = 8;
 static_assert(TILE_SLOTS * SLOT_CHUNKS * ROW_BYTES == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
@@ -281,6 +282,30 @@ __device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_
         " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
+}
+
+// As ptx_tma_load_5d, with a policy of createpolicy for the lines of L2 that the copy passes through. PTX ISA "cp.async.bulk.tensor".
+__device__ __forceinline__ void ptx_tma_load_5d_hint(unsigned destination, const fa4_tensor_map* map, unsigned barrier,
+                                                     unsigned long long policy, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, { %4, %5, %6, %7, %8 }], [%2], %3;" ::"r"(destination),
+        "l"(map), "r"(barrier), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// What becomes of the L2 lines of a copy: they are the first to go, or take the place that lines of a copy without a policy have.
+// PTX ISA "createpolicy".
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_unchanged() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
 
 // Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
@@ -744,6 +769,13 @@ __device__ __forceinline__ Share share_of(const Item& item, unsigned warpgroup) 
 
 // --- producers -------------------------------------------------------------------------------------------------------
 
+// Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+__device__ __forceinline__ bool reads_little(const Problem& p) {
+    const unsigned long long keys = p.keys;
+    return p.q_tiles == 1 && keys * p.kv_heads * p.batch <= LITTLE_KEYS;
+}
+
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
 // partitions of a query tile, their O. One thread runs it.
 // Waits: `empty` of the slot (attend releases it), `verdict` after a partition (publish gives it).
@@ -756,6 +788,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
     const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     unsigned verdict_parity = 0;
+    const unsigned long long policy = reads_little(p) ? ptx_createpolicy_evict_first() : ptx_createpolicy_evict_unchanged();
     Cursor at;
     for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x) {
         const Item item = item_at(p, index);
@@ -767,7 +800,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 wait(empty + at.slot * MBARRIER_BYTES, at.parity ^ 1);
                 const unsigned landed = full + at.slot * MBARRIER_BYTES;
                 ptx_mbarrier_arrive_expect_tx(landed, COPY_BYTES);
-                ptx_tma_load_5d(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, 0, tile * BLOCK_KEYS,
+                ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, tile * BLOCK_KEYS,
                                 part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, item.batch);
                 at.advance(Tile::SLOTS_PER_RING);
             }

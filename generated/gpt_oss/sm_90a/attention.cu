@@ -84,6 +84,7 @@ constexpr unsigned Q_CHUNKS = 1;
 constexpr unsigned P_BUFFERS = 2;
 constexpr unsigned OUT_CHUNK_COLS = 64;
 constexpr unsigned CHUNKS_PER_BLOCK = 1;
+constexpr unsigned LITTLE_KEYS = 524288;  // of all sequences and KV heads, whose K and V have 128 MiB
 constexpr unsigned KEPT_BLOCKS = 1;     // O blocks that warpgroup 0 finishes
 constexpr unsigned MBARRIER_BYTES = 8;
 static_assert(TILE_SLOTS * SLOT_CHUNKS * 64 == DEPTH && O_BLOCKS * 64 == DEPTH, "slots and blocks cover the head");
@@ -213,9 +214,6 @@ constexpr float LAZY_LIMIT = 8.0f;  // a probability may reach 2^8 before its ro
 constexpr unsigned WINDOW = 128;  // keys that a query sees at most
 constexpr unsigned PAGE_KEYS = 16;
 constexpr unsigned PAGES = 4;         // of a key tile, copied one by one
-constexpr unsigned PAGE_LOOKUPS = 1;   // entries of the table that a lane of the ring's producer reads at once
-constexpr unsigned TABLE_BATCH = PAGE_LOOKUPS * 32;
-constexpr unsigned BATCH_STEP = 1;     // batches from one key tile of a ring to the next, at most
 constexpr unsigned LINE_ENTRIES = 32;      // of the table in a line of the cache
 constexpr float LOG2E = 1.44269504f;
 constexpr float LN2 = 0.69314718f;
@@ -286,6 +284,30 @@ __device__ __forceinline__ void ptx_tma_load_5d(unsigned destination, const fa4_
         " [%0], [%1, { %3, %4, %5, %6, %7 }], [%2];" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
+}
+
+// As ptx_tma_load_5d, with a policy of createpolicy for the lines of L2 that the copy passes through. PTX ISA "cp.async.bulk.tensor".
+__device__ __forceinline__ void ptx_tma_load_5d_hint(unsigned destination, const fa4_tensor_map* map, unsigned barrier,
+                                                     unsigned long long policy, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, { %4, %5, %6, %7, %8 }], [%2], %3;" ::"r"(destination),
+        "l"(map), "r"(barrier), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// What becomes of the L2 lines of a copy: they are the first to go, or take the place that lines of a copy without a policy have.
+// PTX ISA "createpolicy".
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ unsigned long long ptx_createpolicy_evict_unchanged() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
 }
 
 // Starts the copy of one box from shared memory to a rank-5 tensor; coordinates innermost first, elements outside the tensor are dropped.
@@ -722,39 +744,52 @@ struct Item {
     int all_see;              // keys below it are visible to every row of the tile
     int all_from;              // keys from it on are in every row's window
     unsigned first_partition;  // the first one that takes part: with keys, or in a cluster with one that has
+    unsigned first_page;       // that a row of the tile may see a key of; its key tile may begin with others
     unsigned keys;            // of this sequence
     unsigned first_tile, end_tile;
 };
 
-__device__ __forceinline__ unsigned batch_of(const Problem& p, unsigned index) {
-    return divide(divide(divide(index >> cluster_log2(p), p.by_kv_heads).whole, p.by_q_tiles).whole, p.by_clusters).whole;
+// What is known of an item before the lengths of its sequence have come.
+struct Coordinates {
+    unsigned batch, kv_head, query_tile, partition, position, head;  // see Item
+};
+
+__device__ __forceinline__ Coordinates coordinates_at(const Problem& p, unsigned index) {
+    Coordinates place;
+    // The KV head runs fastest: clusters side by side read neighbouring memory.
+    const Quotient head = divide(index >> cluster_log2(p), p.by_kv_heads);
+    const Quotient tile = divide(head.whole, p.by_q_tiles);
+    const Quotient part = divide(tile.whole, p.by_clusters);
+    place.kv_head = head.rest;
+    place.partition = (part.rest << cluster_log2(p)) + (index & (p.cluster - 1));
+    place.batch = part.whole;
+    place.query_tile = (place.batch * p.q_tiles + tile.rest) * p.kv_heads + place.kv_head;
+    const Quotient position = divide(tile.rest, p.by_tiles_per_position);
+    place.position = position.whole * p.tile_positions;
+    place.head = position.rest * p.tile_rows;
+    return place;
 }
 
-// What only the device knows of a sequence. Everything else about an item waits for it, so each role reads its first item's early.
+// What only the device knows of a sequence. Everything else about an item waits for it, so each role reads its first item's early, and the
+// producers have its coordinates by then: worked out where the item is used, they would wait for these lengths as well.
 struct Lengths {
     int keys;
 };
 
 // Of the item at `index`, which may lie past the last one.
-__device__ __forceinline__ Lengths lengths_at(const Problem& p, unsigned index) {
+__device__ __forceinline__ Lengths lengths_at(const Problem& p, unsigned index, const Coordinates& place) {
     if (index >= p.items) return Lengths{};
-    const unsigned batch = batch_of(p, index);
-    return Lengths{p.key_lengths[batch]};
+    return Lengths{p.key_lengths[place.batch]};
 }
 
-__device__ __forceinline__ Item item_at(const Problem& p, unsigned index, const Lengths& lengths) {
+__device__ __forceinline__ Item item_at(const Problem& p, const Coordinates& place, const Lengths& lengths) {
     Item item;
-    // The KV head runs fastest: clusters side by side read neighbouring memory.
-    const Quotient head = divide(index >> cluster_log2(p), p.by_kv_heads);
-    const Quotient tile = divide(head.whole, p.by_q_tiles);
-    const Quotient part = divide(tile.whole, p.by_clusters);
-    item.kv_head = head.rest;
-    item.partition = (part.rest << cluster_log2(p)) + (index & (p.cluster - 1));
-    item.batch = part.whole;
-    item.query_tile = (item.batch * p.q_tiles + tile.rest) * p.kv_heads + item.kv_head;
-    const Quotient position = divide(tile.rest, p.by_tiles_per_position);
-    item.position = position.whole * p.tile_positions;
-    item.head = position.rest * p.tile_rows;
+    item.batch = place.batch;
+    item.kv_head = place.kv_head;
+    item.query_tile = place.query_tile;
+    item.partition = place.partition;
+    item.position = place.position;
+    item.head = place.head;
     // A length that the launch has no partitions for would leave a merge waiting for CTAs that do not exist.
     item.keys = min(max(lengths.keys, 0), (int)p.keys);
     // Position i sees keys - q_len + i + 1 keys: the first row of the tile the fewest, the last the most.
@@ -766,7 +801,9 @@ __device__ __forceinline__ Item item_at(const Problem& p, unsigned index, const 
     // before it have no work. Fewer of them lie from the window's first tile on. `used` counts from the first one that takes part, of whole
     // clusters.
     item.all_from = max(seen - (int)WINDOW, 0);
-    const unsigned start = tiles ? (unsigned)max(before + (int)item.position + 1 - (int)WINDOW, 0) / BLOCK_KEYS : 0;
+    const unsigned first_key = max(before + (int)item.position + 1 - (int)WINDOW, 0);
+    item.first_page = first_key / PAGE_KEYS;
+    const unsigned start = tiles ? first_key / BLOCK_KEYS : 0;
     const unsigned base = tiles > p.partitions * p.partition_tiles ? start : 0;
     item.first_partition = 0;
     item.used = 1;
@@ -856,11 +893,18 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 
 // --- producers -------------------------------------------------------------------------------------------------------
 
+// Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+__device__ __forceinline__ bool reads_little(const Problem& p) {
+    const unsigned long long keys = min(p.keys, WINDOW + p.q_len);
+    return p.q_tiles == 1 && keys * p.kv_heads * p.batch <= LITTLE_KEYS;
+}
+
 // Which entries of its table a sequence's window needs is only known with its length. While that is on its way, a lane each fetches the lines
 // of a table that has no more of them. Not by loads, which an assembler drops where nobody needs what they bring.
-__device__ __forceinline__ void touch_table(const Problem& p, unsigned index, unsigned lane) {
+__device__ __forceinline__ void touch_table(const Problem& p, const Coordinates& place, unsigned lane) {
     if (p.table_pages <= 32 * LINE_ENTRIES && lane * LINE_ENTRIES < p.table_pages)
-        ptx_prefetch_l2(p.block_table + (unsigned long long)batch_of(p, index) * p.table_pages + lane * LINE_ENTRIES);
+        ptx_prefetch_l2(p.block_table + (unsigned long long)place.batch * p.table_pages + lane * LINE_ENTRIES);
 }
 
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
@@ -870,42 +914,27 @@ __device__ __forceinline__ void touch_table(const Problem& p, unsigned index, un
 template <class Tile>
 __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_tensor_map* k_map, const fa4_tensor_map* v_map,
                                                  const Workspace& workspace, const unsigned char* smem_bytes, unsigned smem,
-                                                 unsigned warpgroup, unsigned lane, Lengths lengths) {
+                                                 unsigned warpgroup, unsigned lane, Coordinates place, Lengths lengths) {
     const unsigned ring = smem + Tile::RING_OFFSET + warpgroup * Tile::SLOTS_PER_RING * SLOT_BYTES;
     const unsigned full = smem + Tile::FULL_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     const unsigned empty = smem + Tile::EMPTY_OFFSET + warpgroup * Tile::SLOTS_PER_RING * MBARRIER_BYTES;
     unsigned verdict_parity = 0;
+    const unsigned long long policy = reads_little(p) ? ptx_createpolicy_evict_first() : ptx_createpolicy_evict_unchanged();
     Cursor at;
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
-        const Item item = item_at(p, index, lengths);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, place = coordinates_at(p, index), lengths = lengths_at(p, index, place)) {
+        const Item item = item_at(p, place, lengths);
         if (!has_work(p, item)) continue;
         const int* table = p.block_table + (unsigned long long)item.batch * p.table_pages;
-        // A lane reads an entry of the table, and the warp so many at once, a batch ahead: what one waits for would hold up the copies of a
-        // key tile every time. Past the end there is no page: the box lies outside and brings zeros.
-        const auto entry_of = [&](unsigned batch, unsigned lookup) {
-            const unsigned entry = batch * TABLE_BATCH + lookup * 32 + lane;
-            return entry * PAGE_KEYS < item.keys ? table[entry] : -1;
-        };
-        unsigned batch = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS / TABLE_BATCH;
-        int entries[PAGE_LOOKUPS], ahead[PAGE_LOOKUPS];
-#pragma unroll
-        for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
-            entries[lookup] = entry_of(batch, lookup);
-            ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
-        }
+        // A lane reads an entry of the table, which are all that a window has. Before it and past the end there is no page: the box lies outside
+        // and brings zeros.
+        const unsigned first_entry = (item.first_tile + warpgroup) * BLOCK_KEYS / PAGE_KEYS;
+        const unsigned own_entry = first_entry + lane;
+        const int own_page = own_entry >= item.first_page && own_entry * PAGE_KEYS < item.keys ? table[own_entry] : -1;
         for (unsigned tile = item.first_tile + warpgroup; tile < item.end_tile; tile += WARPGROUPS) {
             const unsigned entry = tile * BLOCK_KEYS / PAGE_KEYS;
-            if (entry / TABLE_BATCH != batch) {
-                batch += BATCH_STEP;
-#pragma unroll
-                for (unsigned lookup = 0; lookup < PAGE_LOOKUPS; ++lookup) {
-                    entries[lookup] = ahead[lookup];
-                    ahead[lookup] = entry_of(batch + BATCH_STEP, lookup);
-                }
-            }
             int pages[PAGES];
 #pragma unroll
-            for (unsigned i = 0; i < PAGES; ++i) pages[i] = __shfl_sync(0xffffffff, entries[i / 32], (entry + i) % 32);
+            for (unsigned i = 0; i < PAGES; ++i) pages[i] = __shfl_sync(0xffffffff, own_page, entry - first_entry + i);
 #pragma unroll 1
             for (unsigned part = 0; part < 2 * TILE_SLOTS; ++part) {
                 // Keys past the end arrive as zeros and count as bytes.
@@ -919,8 +948,8 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
 #pragma unroll
                         for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
                             // The swizzle goes by the shared address, so rows of a chunk may land apart.
-                            ptx_tma_load_5d(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128),
-                                            part < TILE_SLOTS ? k_map : v_map, landed, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
+                            ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128),
+                                            part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
                                             pages[i]);
                 }
                 at.advance(Tile::SLOTS_PER_RING);
@@ -953,12 +982,12 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
 // One thread runs it.
 // Waits: `q_empty` of the buffer (attend releases it, every warp once an item). Signals: `q_full`, by the copies' bytes.
 template <class Tile>
-__device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem, Lengths lengths) {
+__device__ __forceinline__ void load_queries(const Problem& p, const fa4_tensor_map* q_map, unsigned smem, Coordinates place, Lengths lengths) {
     // Rows of the box outside the tensor (heads past the group, positions past q_len) arrive as zeros and count as bytes.
     const unsigned bytes = Q_CHUNKS * p.tile_positions * p.tile_heads * 128;
     Cursor at;
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
-        const Item item = item_at(p, index, lengths);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, place = coordinates_at(p, index), lengths = lengths_at(p, index, place)) {
+        const Item item = item_at(p, place, lengths);
         if (!has_work(p, item)) continue;
         const unsigned full = smem + Tile::Q_FULL_OFFSET + at.slot * MBARRIER_BYTES;
         wait(smem + Tile::Q_EMPTY_OFFSET + at.slot * MBARRIER_BYTES, at.parity ^ 1);
@@ -1666,7 +1695,9 @@ __device__ __forceinline__ void store_held(const Problem& p, const Place& at, co
     // A lane an item, so that the places of all are worked out at once; a thread of each warp, as in finish.
     if (at.lane < held) {
         const unsigned before = held - 1 - at.lane;
-        const Item item = item_at(p, index - before * gridDim.x, lengths_at(p, index - before * gridDim.x));
+        const unsigned stored = index - before * gridDim.x;
+        const Coordinates place = coordinates_at(p, stored);
+        const Item item = item_at(p, place, lengths_at(p, stored, place));
         const unsigned slot = (last_slot + Tile::Q_BUFFERS - before) % Tile::Q_BUFFERS;
         const Share share = share_of(item, at.warpgroup);
 #pragma unroll 1
@@ -1716,8 +1747,8 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
     const bool holds = Tile::HELD_TILES > 1 && p.partitions == 1 && p.items > gridDim.x;
     unsigned held = 0;
 #pragma unroll 1
-    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index)) {
-        const Item item = item_at(p, index, lengths);
+    for (unsigned index = blockIdx.x; index < p.items; index += gridDim.x, lengths = lengths_at(p, index, coordinates_at(p, index))) {
+        const Item item = item_at(p, coordinates_at(p, index), lengths);
         if (!has_work(p, item)) continue;
         rows.maximum = MINUS_INFINITY;
 #pragma unroll
@@ -1767,7 +1798,10 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         }
         q.advance(q_buffers_of<Tile>(p));
     }
-    if (p.cluster > 1 && cluster_merges == 0) ptx_barrier_cluster_wait();
+    if (p.cluster > 1 && cluster_merges == 0) {
+        __syncwarp();
+        ptx_barrier_cluster_wait();
+    }
 }
 
 // --- entries ---------------------------------------------------------------------------------------------------------
@@ -1819,7 +1853,8 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
     if (p.cluster > 1) ptx_barrier_cluster_arrive_relaxed();
 
     const unsigned producer = warp - WARPGROUPS * 4;
-    const Lengths lengths = lengths_at(p, blockIdx.x);
+    const Coordinates place = coordinates_at(p, blockIdx.x);
+    const Lengths lengths = lengths_at(p, blockIdx.x, place);
     if (warp < WARPGROUPS * 4) {
         // Tile rows that no box covers: zeros, once.
         const unsigned used_rows = p.tile_heads * p.tile_positions;
@@ -1834,7 +1869,7 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
             ptx_prefetch_tensormap(&v_map);
             ptx_prefetch_tensormap(&q_map);
         }
-        if (warp == 3 && blockIdx.x < p.items) touch_table(p, blockIdx.x, lane);
+        if (warp == 3 && blockIdx.x < p.items) touch_table(p, place, lane);
     }
     __syncwarp();
     // Orders the mbarriers' initialisation before all work with them, and the zeros before the consumers'. One instruction for all roles:
@@ -1845,9 +1880,9 @@ __device__ __forceinline__ void attention(const fa4_tensor_map& q_map, const fa4
         attend<Tile>(p, &out_map, lse, workspace, smem_bytes, smem, 0, warp % 4, lane, scale * LOG2E, lengths, sinks);
     } else {
         if (producer == WARPGROUPS) {
-            if (ptx_elect_sync()) load_queries<Tile>(p, &q_map, smem, lengths);
+            if (ptx_elect_sync()) load_queries<Tile>(p, &q_map, smem, place, lengths);
         } else if (producer < WARPGROUPS) {
-            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, lengths);
+            load_keys_values<Tile>(p, &k_map, &v_map, workspace, smem_bytes, smem, producer, lane, place, lengths);
         }
         __syncwarp();
         // Nothing of theirs needs it, but a thread that has arrived waits once before it ends.
