@@ -47,6 +47,7 @@ MAX_WAVES = 4
 # Key tiles for each SM, of all query tiles together, beyond which CTAs share SMs: with less to read one on each is faster.
 SHARING_TILES = 10
 MAX_KEY_TILES = 1 << 31
+MAX_ITEMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -440,6 +441,7 @@ def attention_launch(
     # Clusters are full; a partition past the last key has nothing to add.
     partitions = -(-split.partitions // cluster) * cluster
     items = query_tiles * partitions
+    require_items(items)
     _, grid = _waves(items, ctas, cluster)
     parts = items if partitions > cluster or cluster == 1 < partitions else 1
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(
@@ -470,6 +472,12 @@ def attention_launch(
         *feature_values(config, given, q),
     )
     return Launch(symbol(entry, geo.arch), (grid, 1, 1), (geo.threads, 1, 1), geo.smem_bytes, args, cluster, attention_regions(geo))
+
+
+def require_items(items: int) -> None:
+    """Raises ValueError where a launch has more partitions of query tiles than kernels count, as the launcher for C refuses them."""
+    if items > MAX_ITEMS:
+        raise ValueError(f"batch, kv_heads and q_len make {items:,} partitions of query tiles; at most {MAX_ITEMS:,} are launched")
 
 
 def read_keys(keys: int, k: np.ndarray, given: Mapping[str, np.ndarray | None]) -> int:

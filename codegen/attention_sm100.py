@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .attention import Extents, Workspace, feature_arguments, feature_values, key_map, problem_arguments, query_map, read_keys, tiling
+from .attention import (
+    Extents,
+    Workspace,
+    feature_arguments,
+    feature_values,
+    key_map,
+    problem_arguments,
+    query_map,
+    read_keys,
+    require_items,
+    tiling,
+)
 from .backends import Launch
 from .config import Config
 from .emulator import Uninitialized
@@ -94,7 +105,7 @@ def attention_launch(
     As attention.attention_launch describes them: arrays that it has checked, their extents, the softmax scale, and the features' arrays by
     argument name. ctas: CTAs that run at once, which "auto" fills. partition_keys: a multiple of the key tile, "auto", or None: all keys in
     one partition.
-    Raises ValueError where partition_keys does not fit.
+    Raises ValueError where partition_keys does not fit, or makes too many partitions.
     """
     geo = _sm100(geo)
     batch, q_len, keys, kv_heads, group = extents
@@ -110,6 +121,7 @@ def attention_launch(
     else:
         raise ValueError(f"a partition of {partition_keys} keys is not a positive multiple of {geo.block_keys}")
     partitions = -(-key_tiles // partition_tiles)
+    require_items(items * partitions)
     parts = items * partitions if partitions > 1 else 1
     number, partial_o, partial_lse, arrived = (workspace or Workspace()).next_launch(parts * geo.rows * geo.depth, parts * geo.rows, items)
     args: tuple[Argument, ...] = (

@@ -800,3 +800,21 @@ def test_what_an_aborted_launch_leaves_does_not_count_on_the_gpu():
     gpu.prepare(module, device.launch(), device.resident).enqueue()
     assert device.result() == first
     assert not device.counters().any()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_launch_of_more_items_than_kernels_count_is_refused(arch):
+    """As the launcher for C does; nothing is read of the arrays, which have no memory behind them."""
+
+    def vast(*shape: int, dtype: Any = np.float16) -> np.ndarray:
+        strides = [int(np.prod(shape[axis + 1 :], dtype=np.int64)) * np.dtype(dtype).itemsize for axis in range(len(shape))]
+        return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
+
+    c = parse_config({"name": "vast", "ov_depth": 64, "shared_key": True, "dtype": "float16", "out_dtype": "float16", "arch": [arch]})
+    geo = derive(c, arch)
+    for batch, keys, partition_keys in ((1 << 31, 1, None), (1 << 29, 4 * geo.block_keys, geo.block_keys)):
+        q, k = vast(batch, 1, 1, 64), vast(batch, keys, 1, 64)
+        with pytest.raises(
+            ValueError, match=r"^batch, kv_heads and q_len make 2,147,483,648 partitions of query tiles; at most 2,147,483,647 are"
+        ):
+            attention_launch(c, geo, q, k, k, q, vast(batch, 1, 1, dtype=np.float32), partition_keys=partition_keys)

@@ -276,10 +276,11 @@ def test_a_sequence_gives_the_same_bits_alone_in_a_batch_and_in_pages():
     assert alone.lse.tobytes() == many.lse[2:3].tobytes()
 
 
-@pytest.mark.parametrize("window", [None, 200])
-def test_only_key_tiles_with_live_pages_are_loaded(window):
-    """From a list of pages, those in sight of a query, rounded to key tiles: a tile of the list may begin with a page that is not."""
-    c = config(**LISTED, page_size=16, mask="causal", window=window)
+@pytest.mark.parametrize("layout", [PAGED, LISTED], ids=["pages", "list"])
+@pytest.mark.parametrize(("page", "window"), [(16, None), (16, 200), (16, 130), (16, 300), (32, 70), (64, 200), (16, 640)])
+def test_only_pages_in_sight_of_a_query_are_loaded(layout, page, window):
+    """Whole pages of a key tile before the window stay away as well, and so do tiles of pages that are no less than a tile."""
+    c = config(**layout, page_size=page, mask="causal", window=window)
     problem = FeatureProblem(c, [4], [900], 8)
     launch = problem.launch()
     recorder = Recorder({id(launch.args[1]): "k", id(launch.args[2]): "v"}, SHARED_START)
@@ -287,14 +288,30 @@ def test_only_key_tiles_with_live_pages_are_loaded(window):
     result = Program.from_ptx(compiled(source(c)).ptx).launch(*arguments, memory=Memory(), observer=recorder)
     assert result.hazards == []
     problem.check()
-    places, listed = problem.arrays["page_places"][0], problem.arrays["block_table"][0]
-    first = 0 if window is None else int(np.searchsorted(places, (900 - 4 + 1 - window) // 16)) // 4 * 4
-    live = {int(page) for page in listed[first : np.searchsorted(places, -(-900 // 16))]}
-    assert len(live) < 50
+    listed = problem.arrays["block_table"][0]
+    places = problem.arrays.get("page_places", np.arange(len(listed))[None])[0]
+    first = 0 if window is None else np.searchsorted(places, (900 - 4 + 1 - window) // page)
+    live = {int(page) for page in listed[first : np.searchsorted(places, -(-900 // page))]}
+    assert len(live) <= 57
     for operand in ("k", "v"):
         # A page past the list lies outside: its box brings zeros, no memory is read.
         loaded = {copy.coordinates[4] for copy in recorder.copies[0] if copy.array == operand}
         assert {page for page in loaded if 0 <= page < len(problem.k)} == live
+
+
+def test_pages_before_a_window_may_hold_anything():
+    """An engine may give them to another sequence: what it writes there is not multiplied by a probability of 0."""
+    for page, window, queries in ((16, 130, 1), (16, 130, 3), (16, 640, 2), (32, 70, 1)):
+        c = config(**PAGED, page_size=page, mask="causal", window=window)
+        problem = FeatureProblem(c, [queries] * 2, [900, 333], 4)
+        kept = problem.k.copy(), problem.v.copy()
+        for table, length in zip(problem.arrays["block_table"], problem.lengths, strict=True):
+            before = table[: max(length - queries + 1 - window, 0) // page]
+            problem.k[before] = problem.v[before] = np.nan
+        result = EmulatorBackend(seed=1).run(compiled(source(c)), problem.launch(partition_keys=64 if page == 32 else None))
+        assert result.hazards == []
+        problem.k[:], problem.v[:] = kept
+        problem.check()
 
 
 def test_lengths_that_the_launch_has_no_keys_for_count_as_the_nearest():
