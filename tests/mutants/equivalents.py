@@ -115,7 +115,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "only where the lanes of a warp meet again: the barrier of all threads behind it orders what they have done", numbers=(1,),
     ),
     Equivalent(
-        "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*@%p\d+ bra[^;]*;[^;]{0,60}barrier\.cluster\.wait",
+        "sm_90a-attention", "^bar.warp.sync dropped", r"bar\.warp\.sync[^;]*;\s*(?:@%p\d+ bra[^;]*;)?[^;]{0,60}barrier\.cluster\.wait",
         "only where the lanes of a warp meet again: no memory is handed over between them", before=0,
     ),
     Equivalent(

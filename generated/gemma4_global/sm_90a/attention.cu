@@ -939,10 +939,11 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 // --- producers -------------------------------------------------------------------------------------------------------
 
 // Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
-// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured. Sequences may share pages,
+// which are then read from L2 by all but the first.
 __device__ __forceinline__ bool reads_little(const Problem& p) {
     const unsigned long long keys = p.keys;
-    return p.q_tiles == 1 && keys * p.kv_heads * p.batch <= LITTLE_KEYS;
+    return p.q_tiles == 1 && p.batch == 1 && keys * p.kv_heads <= LITTLE_KEYS;
 }
 
 // Fills one ring, in the order its consumer reads it: K then V of every key tile of its warpgroup, then, in the CTA that merges the
