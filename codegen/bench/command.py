@@ -219,8 +219,8 @@ def _peers_released() -> Iterator[None]:
     import sys
 
     yield
-    gc.collect()
     if module := sys.modules.get("fa4gen.codegen.bench.peers"):
+        gc.collect()
         module.release()
 
 
