@@ -47,7 +47,7 @@ MAX_WAVES = 4
 # Key tiles for each SM, of all query tiles together, beyond which CTAs share SMs: with less to read one on each is faster.
 SHARING_TILES = 10
 MAX_KEY_TILES = 1 << 31
-MAX_ITEMS = (1 << 31) - 1
+MAX_ITEMS = (1 << 31) - 1  # partitions of query tiles of a launch: kernels add the grid to their index in 32 bits
 
 
 @dataclass(frozen=True)
@@ -622,6 +622,7 @@ def query_map(array: np.ndarray, kv_heads: int, tiles: Tiling, columns: int, swi
         shape=(batch, kv_heads, q_len, group, depth),
         strides=(q_len * per_position, group * per_head, per_position, per_head),
         swizzle=swizzle,
+        # As key_map's; there is no promotion to 32 bytes.
         l2_promotion=swizzle if swizzle > 32 else 0,
     )
 
@@ -639,13 +640,13 @@ def key_map(array: np.ndarray, chunks: int, keys: int, columns: int | None = Non
     strides = (per_batch, per_head, columns * per_column, per_key)
     return TensorMap(
         base,
-        # L2 fetches a row of a box at once. Without it a launch of a few microseconds takes 2 to 4% longer (bench/LOG.md 22).
-        l2_promotion=columns * array.itemsize,
         box=(1, 1, chunks, keys, columns),
         shape=shape,
         # numpy leaves the stride of an axis of one element open; a copy never steps along it.
         strides=tuple(TMA_STRIDE_BYTES if count == 1 else step for step, count in zip(strides, shape[:-1], strict=True)),
         swizzle=columns * array.itemsize,
+        # L2 fetches a row of a box at once. Without it a launch of a few microseconds takes 2 to 4% longer (bench/LOG.md 22).
+        l2_promotion=columns * array.itemsize,
         # The base may be of bytes.
         dtype=array.dtype,
         offset_bytes=offset,

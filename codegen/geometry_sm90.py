@@ -163,7 +163,7 @@ class Sm90Geometry(Geometry):
 
     @property
     def little_keys(self) -> int:
-        """Keys of all sequences and KV heads whose K and V have LITTLE_BYTES."""
+        """Keys, of all sequences and KV heads together, whose K and V have LITTLE_BYTES."""
         return LITTLE_BYTES // (2 * self.depth * OPERAND_BYTES)
 
     @property
@@ -175,6 +175,10 @@ class Sm90Geometry(Geometry):
         """Entries of the block table of the key tiles that a window of so many keys touches, at most, for all positions of a query tile."""
         keys = window + self.tile_rows - 1
         return ((keys - 1) // self.block_keys + 2) * self.tile_pages
+
+    def table_at_once(self, window: int) -> bool:
+        """Whether one entry of the block table a lane, from an item's first key tile on, holds all pages of a window of so many keys."""
+        return self.page_lookups == 1 and self.window_entries(window) <= WARP_THREADS
 
     @property
     def batch_step(self) -> int:

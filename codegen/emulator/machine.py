@@ -166,6 +166,7 @@ class Warp:
         self.done = False
         self.ready = False
         self.executed = 0
+        """Instructions of all its turns."""
         self.paused = False
         """Stopped before an event of an exploration."""
         self.R: list[Any] = []
@@ -837,8 +838,8 @@ class Run:
         """Global address to what has been released there, by (scope, CTA, cluster) of the release."""
         self.stopped = False
         self.polled: dict[Warp, tuple[set[bytes], int]] = {}
-        """Of a warp: the states it was in since memory last changed, and the instructions it had executed at the last of them."""
-        """Of warps whose lanes wait for others of them: what those had in their registers, since memory last changed."""
+        """Of warps that run while lanes wait for others: digests of where they were and what they had in their registers since memory last
+        changed, and the instructions they had executed at the last of them."""
         # How eager asynchronous operations are and how long a warp runs are part of what the seed draws.
         self.eagerness = self.schedule.eagerness(self.random.choice((0.0, 0.02, 0.1, 0.4)))
         self.quantum = self.random.choice((8, 32, 128))

@@ -801,7 +801,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 const unsigned landed = full + at.slot * MBARRIER_BYTES;
                 ptx_mbarrier_arrive_expect_tx(landed, COPY_BYTES);
                 ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, tile * BLOCK_KEYS,
-                                part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, item.batch);
+                                     part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, item.batch);
                 at.advance(Tile::SLOTS_PER_RING);
             }
         }

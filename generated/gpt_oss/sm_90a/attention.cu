@@ -949,8 +949,8 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                         for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
                             // The swizzle goes by the shared address, so rows of a chunk may land apart.
                             ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128),
-                                            part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk, item.kv_head,
-                                            pages[i]);
+                                                 part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, 0, part % TILE_SLOTS * SLOT_CHUNKS + chunk,
+                                                 item.kv_head, pages[i]);
                 }
                 at.advance(Tile::SLOTS_PER_RING);
             }
@@ -1799,6 +1799,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         q.advance(q_buffers_of<Tile>(p));
     }
     if (p.cluster > 1 && cluster_merges == 0) {
+        // A thread that has arrived (in `attention`) waits once before it ends; aligned, so with lanes together that may have gone apart above.
         __syncwarp();
         ptx_barrier_cluster_wait();
     }

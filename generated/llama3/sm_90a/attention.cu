@@ -887,8 +887,8 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 // --- producers -------------------------------------------------------------------------------------------------------
 
 // Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
-// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured. Sequences may share pages,
-// which are then read from L2 by all but the first.
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+// Sequences may share pages: all but the first find them in L2, if they do not go first.
 __device__ __forceinline__ bool reads_little(const Problem& p) {
     const unsigned long long keys = p.keys;
     return p.q_tiles == 1 && p.batch == 1 && keys * p.kv_heads <= LITTLE_KEYS;
@@ -959,12 +959,12 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                             for (unsigned chunk = 0; chunk < SLOT_CHUNKS; ++chunk)
                                 // The swizzle goes by the shared address, so rows of a chunk may land apart.
                                 ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES + chunk * (BLOCK_KEYS * 128) + i * (PAGE_KEYS * 128), k_map, landed, policy, 0, 0,
-                                                part * SLOT_CHUNKS + chunk, item.kv_head, pages[i]);
+                                                     part * SLOT_CHUNKS + chunk, item.kv_head, pages[i]);
                     } else {
 #pragma unroll
                         for (unsigned i = 0; i < PAGES; ++i)
                             ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES + i * (SLOT_CHUNKS * PAGE_KEYS * 128), v_map, landed, policy, 0, 0,
-                                            (part - TILE_SLOTS) * SLOT_CHUNKS, item.kv_head, pages[i]);
+                                                 (part - TILE_SLOTS) * SLOT_CHUNKS, item.kv_head, pages[i]);
                     }
                 }
                 at.advance(Tile::SLOTS_PER_RING);
@@ -1793,6 +1793,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         q.advance(q_buffers_of<Tile>(p));
     }
     if (p.cluster > 1 && cluster_merges == 0) {
+        // A thread that has arrived (in `attention`) waits once before it ends; aligned, so with lanes together that may have gone apart above.
         __syncwarp();
         ptx_barrier_cluster_wait();
     }

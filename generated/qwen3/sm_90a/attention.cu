@@ -887,8 +887,8 @@ __device__ __forceinline__ void wait_cluster(unsigned mbarrier, unsigned parity)
 // --- producers -------------------------------------------------------------------------------------------------------
 
 // Whether a launch reads so little, each byte once, that it is faster where its lines of L2 replace each other than where they replace what other
-// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured. Sequences may share pages,
-// which are then read from L2 by all but the first.
+// kernels have written, which has to go to memory first. With more of them it is the other way round, as measured.
+// Sequences may share pages: all but the first find them in L2, if they do not go first.
 __device__ __forceinline__ bool reads_little(const Problem& p) {
     const unsigned long long keys = p.keys;
     return p.q_tiles == 1 && p.batch == 1 && keys * p.kv_heads <= LITTLE_KEYS;
@@ -953,7 +953,7 @@ __device__ __forceinline__ void load_keys_values(const Problem& p, const fa4_ten
                 if (ptx_elect_sync()) {
                     ptx_mbarrier_arrive_expect_tx(landed, SLOT_BYTES);
                     ptx_tma_load_5d_hint(ring + at.slot * SLOT_BYTES, part < TILE_SLOTS ? k_map : v_map, landed, policy, 0, tile * BLOCK_KEYS % PAGE_KEYS,
-                                    part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, pages[0]);
+                                         part % TILE_SLOTS * SLOT_CHUNKS, item.kv_head, pages[0]);
                 }
                 at.advance(Tile::SLOTS_PER_RING);
             }
@@ -1772,6 +1772,7 @@ __device__ __forceinline__ void attend(const Problem& p, const fa4_tensor_map* o
         q.advance(q_buffers_of<Tile>(p));
     }
     if (p.cluster > 1 && cluster_merges == 0) {
+        // A thread that has arrived (in `attention`) waits once before it ends; aligned, so with lanes together that may have gone apart above.
         __syncwarp();
         ptx_barrier_cluster_wait();
     }
